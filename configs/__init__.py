@@ -1,0 +1,1 @@
+"""Model shapes and launch presets, as files; see `available()` and `load()`."""

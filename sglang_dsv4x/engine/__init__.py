@@ -1,0 +1,1 @@
+"""The only package that imports SGLang: one module per seam."""
