@@ -1,0 +1,140 @@
+"""What a replay must know about the server: limits, page size, vocabulary, and the tier's counters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sglang_dsv4x.replay.client import Client
+from sglang_dsv4x.replay.tokens import Vocabulary
+
+DEFAULT_PAGE_SIZE = 256  # DeepSeek-V4's in SGLang
+TIER_KEY = "dsv4x"  # this extension's entry in each internal state of /server_info
+
+# Settings that decide output bits or speed; copied into the report where the server names them.
+_REPORTED = (
+    "version",
+    "model_path",
+    "device",
+    "dtype",
+    "kv_cache_dtype",
+    "attention_backend",
+    "page_size",
+    "chunked_prefill_size",
+    "max_running_requests",
+    "max_total_num_tokens",
+    "swa_full_tokens_ratio",
+    "disable_radix_cache",
+    "disable_overlap_schedule",
+    "tp_size",
+)
+
+
+class ServerFacts(NamedTuple):
+    """`longest_request` is prompt plus output in tokens, or None when unknown; `reported` goes into the report."""
+
+    page_size: int
+    longest_request: int | None
+    model_path: str | None
+    vocab_size: int | None
+    reported: dict[str, Any]
+
+
+class VocabularyUnknown(Exception):
+    """Neither the server nor a readable model folder says how large the vocabulary is."""
+
+
+async def read_facts(client: Client) -> ServerFacts:
+    """Asks the server. Raises RequestError when it does not answer."""
+    info = await client.get_json("/server_info")
+    model = await client.get_json("/model_info")
+    path = model.get("model_path") or info.get("model_path")
+    reported = {key: info[key] for key in _REPORTED if info.get(key) is not None}
+    reported.update({k: v for k, v in info.items() if "dsv4x" in k and v is not None})
+    tier = [state[TIER_KEY] for state in _states(info) if isinstance(state.get(TIER_KEY), dict)]
+    if tier:
+        reported[TIER_KEY] = {k: v for k, v in tier[0].items() if k != "counters"}
+    return ServerFacts(
+        page_size=_positive(info.get("page_size")) or DEFAULT_PAGE_SIZE,
+        longest_request=_positive(info.get("max_req_input_len")),
+        model_path=path if isinstance(path, str) else None,
+        vocab_size=_positive(info.get("vocab_size")) or _positive(model.get("vocab_size")),
+        reported=reported,
+    )
+
+
+def find_vocabulary(facts: ServerFacts, vocab_size: int | None) -> Vocabulary:
+    """Ordinary token ids: of `vocab_size` when given, else of the server, else of the model folder if it is readable.
+
+    Special ids are left out where the model folder names them. Raises VocabularyUnknown, or ValueError for one that is
+    too small.
+    """
+    folder = Path(facts.model_path) if facts.model_path else None
+    config = _read_json(folder / "config.json") if folder else {}
+    size = vocab_size or facts.vocab_size or _positive(config.get("vocab_size"))
+    if size is None:
+        raise VocabularyUnknown(
+            f"The server does not say how large its vocabulary is, and {facts.model_path or 'its model'} cannot be read "
+            "here. Give it with --vocab-size (129280 for DeepSeek-V4)."
+        )
+    special = _special_ids(config, _read_json(folder / "tokenizer.json") if folder else {})
+    return Vocabulary(size, special)
+
+
+async def read_tier_counters(client: Client) -> dict[str, int] | None:
+    """The tier's counters since the server started, summed over data-parallel ranks; None when there is no tier.
+
+    Raises RequestError when the server does not answer.
+    """
+    info = await client.get_json("/server_info")
+    totals: dict[str, int] = {}
+    found = False
+    for state in _states(info):
+        tier = state.get(TIER_KEY)
+        counters = tier.get("counters") if isinstance(tier, dict) else None
+        if not isinstance(counters, dict):
+            continue
+        found = True
+        for name, value in counters.items():
+            if type(value) is int:
+                totals[name] = totals.get(name, 0) + value
+    return totals if found else None
+
+
+def counter_difference(before: dict[str, int] | None, after: dict[str, int] | None) -> dict[str, int] | None:
+    """Growth of every counter; None when either side is missing or a counter fell, as after a flush or a restart."""
+    if before is None or after is None:
+        return None
+    grown = {name: value - before.get(name, 0) for name, value in after.items()}
+    return None if any(value < 0 for value in grown.values()) else grown
+
+
+def _states(info: dict[str, Any]) -> list[dict[str, Any]]:
+    states = info.get("internal_states")
+    return [s for s in states if isinstance(s, dict)] if isinstance(states, list) else []
+
+
+def _positive(value: Any) -> int | None:
+    return value if type(value) is int and value > 0 else None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in the file, or an empty one: the model folder is often on another machine."""
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _special_ids(config: dict[str, Any], tokenizer: dict[str, Any]) -> set[int]:
+    ids: set[int] = set()
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = config.get(key)
+        ids.update(i for i in (value if isinstance(value, list) else [value]) if type(i) is int)
+    added = tokenizer.get("added_tokens")
+    for token in added if isinstance(added, list) else []:
+        if isinstance(token, dict) and token.get("special") and type(token.get("id")) is int:
+            ids.add(token["id"])
+    return ids
