@@ -37,7 +37,9 @@ def load(name_or_path: str | Path) -> dict[str, Any]:
         path = path / "config.json"
     if not path.is_file():
         names = ", ".join(available())
-        raise UnknownConfigError(f"{str(name_or_path)!r} is neither a known shape ({names}) nor a config.json.")
+        raise UnknownConfigError(
+            f"{str(name_or_path)!r} is neither a known shape ({names}) nor a config.json."
+        )
     return _read(path)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from ..jit_kernels.resolve import PENDING, STATES, VALID, Resolution
 
-# Columns of the device tensor: first how often selections found their slot in each state (`Resolution.states`).
+# Columns of the device tensor: first how often selections found their slot in each state (`Resolution`).
 _VALID = [state for state in range(STATES) if state & VALID]
 _PENDING = [state for state in range(STATES) if state & PENDING and not state & VALID]
 SELECTED, MISSES, REPLACED, FETCHED, WRITTEN, PREFILL_HOT, PREFILL_HOST, COLUMNS = range(STATES, STATES + 8)

@@ -67,7 +67,7 @@ class TierShape:
 
     @property
     def table_bytes(self) -> int:
-        """Device tables, all layers (`jit_kernels/resolve.py`): a group per unit; tag, age and hold per group; a
+        """Device tables, all layers (`jit_kernels/resolve.py`): a group per unit; tag, age, hold per group; a
         state per slot; one spare unit and group; the order of groups."""
         spare = self.groups + 1
         return self.layers * (4 * (self.units + 1) + (12 + self.unit) * spare + 8 * self.groups)

@@ -186,7 +186,7 @@ def claim_writes(
     if most:
         replaceable = tables.held[:, :spare] < step
         if in_flight:
-            replaceable &= ~(tables.state[:, :spare] & PENDING).any(2)
+            replaceable &= (tables.state[:, :spare] & PENDING).amax(2) == 0
         keys, victims = _oldest(tables.last_used[:, :spare], tables.order, replaceable, most)
         enough = (keys < NEVER).sum(1)
         if bool((enough < needed).any()):
@@ -318,7 +318,7 @@ def _claim_missing(
     if needed:
         replaceable = tables.held[:spare] < step
         if in_flight:
-            replaceable &= ~(tables.state[:spare] & PENDING).any(1)
+            replaceable &= (tables.state[:spare] & PENDING).amax(1) == 0
         keys, victims = _oldest(tables.last_used[:spare], tables.order, replaceable, needed)
         if victims.shape[0] < needed or int(keys[-1]) == NEVER:
             raise _too_few("", needed, int((keys < NEVER).sum()), spare, step)
@@ -369,7 +369,7 @@ def drop(tables: LayerTables, entries: torch.Tensor) -> torch.Tensor:
     slots = slots[slots < tables.groups << tables.shift]
     tables.state.view(-1).index_fill_(0, slots, ABSENT)
     groups = torch.unique(slots >> tables.shift)
-    empty = groups[~tables.state.index_select(0, groups).any(1)]
+    empty = groups[tables.state.index_select(0, groups).amax(1) == ABSENT]
     tables.unit_group.index_fill_(0, tables.group_tag.index_select(0, empty).long(), tables.groups)
     tables.group_tag.index_fill_(0, empty, tables.units)
     tables.last_used.index_fill_(0, empty, FREE)

@@ -1,4 +1,7 @@
-"""SGLang's native HTTP interface: streamed /generate, /server_info, /model_info, /flush_cache. Knows no trace format."""
+"""SGLang's native HTTP interface: streamed /generate, /server_info, /model_info, /flush_cache.
+
+Knows no trace format.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,14 @@ from typing import Any, NamedTuple
 
 import aiohttp
 
-# Cumulative log-probabilities make single events of megabytes; lines are split here, not by aiohttp's line reader.
+# Cumulative log-probabilities make single events of megabytes; lines are split here, not by aiohttp's line
+# reader.
 _READ_BUFFER = 1 << 20
 _INFO_TIMEOUT_S = 60.0
 
 
 class RequestError(Exception):
-    """A request failed. `kind` is one of http, timeout, connection, server (an error inside the stream), protocol."""
+    """A request failed. `kind` is http, timeout, connection, server (an error in the stream) or protocol."""
 
     def __init__(self, kind: str, message: str):
         super().__init__(message)
@@ -25,7 +29,7 @@ class RequestError(Exception):
 
 
 class Sampling(NamedTuple):
-    """How outputs are made: always greedy. `logprobs` also returns the log-probability of every output token."""
+    """How outputs are made: always greedy. `logprobs` also asks for every output token's log-probability."""
 
     ignore_eos: bool = True
     logprobs: bool = False
@@ -35,8 +39,8 @@ class Completion(NamedTuple):
     """One answered request. Times are in seconds on the client's clock.
 
     `ttft_s` is from sending to the first output token; `gaps_s` holds one time per output token after the
-    first event (tokens that arrive together share their time equally). `logprobs` are the doubles that the server printed, natural logarithm,
-    or None when not asked for.
+    first event (tokens that arrive together share their time equally). `logprobs` are the doubles that the
+    server printed, natural logarithm, or None when not asked for.
     """
 
     output_ids: tuple[int, ...]
@@ -58,8 +62,8 @@ class Client:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Client:
-        # No connection is kept: a replay pauses for minutes, and a reused connection that the server has closed
-        # meanwhile would look like a failed turn.
+        # No connection is kept: a replay pauses for minutes, and a reused connection that the server has
+        # closed meanwhile would look like a failed turn.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         self._session = aiohttp.ClientSession(connector=connector, read_bufsize=_READ_BUFFER)
         return self
@@ -78,7 +82,7 @@ class Client:
         await self._whole("POST", "/flush_cache")
 
     async def generate(self, input_ids: Sequence[int], output_tokens: int, sampling: Sampling) -> Completion:
-        """Sends one prompt and reads its stream to the end. Raises RequestError and nothing else of its own."""
+        """Sends one prompt and reads its stream to the end. Raises RequestError when that fails."""
         body = {
             "input_ids": list(input_ids),
             "sampling_params": {
@@ -110,7 +114,9 @@ class Client:
             async with self._open().request(method, self.base_url + path, timeout=timeout) as response:
                 text = await response.text()
         except asyncio.TimeoutError as error:
-            raise RequestError("timeout", f"{method} {path}: no answer within {_INFO_TIMEOUT_S:g} s") from error
+            raise RequestError(
+                "timeout", f"{method} {path}: no answer within {_INFO_TIMEOUT_S:g} s"
+            ) from error
         except (aiohttp.ClientError, OSError, UnicodeDecodeError) as error:
             raise RequestError("connection", f"{method} {path}: {type(error).__name__}: {error}") from error
         if response.status != 200:
@@ -152,11 +158,13 @@ class _StreamReader:
         self._gaps: list[float] = []
 
     def feed(self, event: str, now: float) -> None:
-        """Takes one event received at `now`. Raises RequestError for an error event or one that cannot be read."""
+        """Takes one event received at `now`. Raises RequestError for an error or a malformed one."""
         value = _object(event, "stream")
         if "error" in value:
             error = value["error"]
-            raise RequestError("server", _brief(str(error.get("message", error) if isinstance(error, dict) else error)))
+            raise RequestError(
+                "server", _brief(str(error.get("message", error) if isinstance(error, dict) else error))
+            )
         meta, ids = value.get("meta_info"), value.get("output_ids")
         if not isinstance(meta, dict) or not isinstance(ids, list) or not all(type(i) is int for i in ids):
             raise RequestError("protocol", f"event without meta_info and output_ids: {_brief(event)}")
@@ -181,7 +189,9 @@ class _StreamReader:
             raise RequestError("server", _brief(str(message or "aborted")))
         prompt = self._meta.get("prompt_tokens")
         if prompt != self._prompt_tokens:
-            raise RequestError("protocol", f"server counted {prompt} prompt tokens, {self._prompt_tokens} were sent")
+            raise RequestError(
+                "protocol", f"server counted {prompt} prompt tokens, {self._prompt_tokens} were sent"
+            )
         cached = self._meta.get("cached_tokens")
         if type(cached) is not int:
             raise RequestError("protocol", "answer without usage: meta_info.cached_tokens is missing")
@@ -202,7 +212,9 @@ class _StreamReader:
             value = entry[0] if isinstance(entry, list) and entry else entry
             # A NaN arrives as null.
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise RequestError("protocol", f"log-probability of output token {i} is {value!r}, not a finite number")
+                raise RequestError(
+                    "protocol", f"log-probability of output token {i} is {value!r}, not a finite number"
+                )
             found.append(float(value))
         return found
 

@@ -22,10 +22,10 @@ class Output(NamedTuple):
 class Comparison(NamedTuple):
     """Two runs, turn by turn.
 
-    `turns` counts those of either run; `compared` those that both answered, for the same prompt. `equal_turns` of them
-    have the same tokens and the same log-probability bits. `tokens` and `logprobs` are positions compared, with how
-    many are equal; `largest_difference` is over log-probabilities, None where none were compared. `first_difference`
-    describes the first turn that is not equal.
+    `turns` counts those of either run; `compared` those that both answered, for the same prompt.
+    `equal_turns` of them have the same tokens and the same log-probability bits. `tokens` and `logprobs` are
+    positions compared, with how many are equal; `largest_difference` is over log-probabilities, None where
+    none were compared. `first_difference` describes the first turn that is not equal.
     """
 
     turns: int

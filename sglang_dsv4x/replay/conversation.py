@@ -1,4 +1,4 @@
-"""What a trace says, free of any file format: agents, their turns, the blocks of each prompt, and the pauses."""
+"""What a trace says, free of any file format: agents, their turns, the blocks of each prompt, pauses."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ MAIN_AGENT = "main"
 class Turn:
     """One request to the model.
 
-    `blocks` are the hash ids of the prompt's blocks, in order; equal ids at equal positions mean equal tokens. The
-    prompt is their concatenation, cut to or continued up to `input_tokens`: tokens past the last block were in no
-    block, so no other turn shares them. `pause_s` is the wait before the request, in seconds, counted from the end of
-    the step before; `kind` is what it waited for.
+    `blocks` are the hash ids of the prompt's blocks, in order; equal ids at equal positions mean equal
+    tokens. The prompt is their concatenation, cut to or continued up to `input_tokens`: tokens past the last
+    block were in no block, so no other turn shares them. `pause_s` is the wait before the request, in
+    seconds, counted from the end of the step before; `kind` is what it waited for.
     """
 
     input_tokens: int
@@ -28,7 +28,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Agent:
-    """Turns and sub-agents in the order in which the agent ran them. It goes on when its sub-agent has ended."""
+    """Turns and sub-agents in the order in which they ran. The agent goes on when its sub-agent has ended."""
 
     name: str
     steps: tuple[Turn | Agent, ...]
@@ -58,7 +58,7 @@ def turns(agent: Agent) -> Iterator[Turn]:
 
 
 def first_turns(conversation: Conversation, count: int) -> Conversation:
-    """The conversation cut after its first `count` turns, sub-agents' turns counted; agents left without one go."""
+    """The conversation cut after its first `count` turns, those of sub-agents counted; empty agents go."""
 
     def cut(agent: Agent, left: int) -> tuple[Agent, int]:
         kept: list[Turn | Agent] = []

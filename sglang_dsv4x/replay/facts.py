@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from sglang_dsv4x.replay.client import Client
-from sglang_dsv4x.replay.tokens import Vocabulary
+from sglang_dsv4x.replay.tokens import Vocabulary, VocabularyError
 
 DEFAULT_PAGE_SIZE = 256  # DeepSeek-V4's in SGLang
 TIER_KEY = "dsv4x"  # this extension's entry in each internal state of /server_info
@@ -32,17 +32,13 @@ _REPORTED = (
 
 
 class ServerFacts(NamedTuple):
-    """`longest_request` is prompt plus output in tokens, or None when unknown; `reported` goes into the report."""
+    """`longest_request` is prompt plus output in tokens, None when unknown; `reported` is for the report."""
 
     page_size: int
     longest_request: int | None
     model_path: str | None
     vocab_size: int | None
     reported: dict[str, Any]
-
-
-class VocabularyUnknown(Exception):
-    """Neither the server nor a readable model folder says how large the vocabulary is."""
 
 
 async def read_facts(client: Client) -> ServerFacts:
@@ -65,25 +61,26 @@ async def read_facts(client: Client) -> ServerFacts:
 
 
 def find_vocabulary(facts: ServerFacts, vocab_size: int | None) -> Vocabulary:
-    """Ordinary token ids: of `vocab_size` when given, else of the server, else of the model folder if it is readable.
+    """Ordinary token ids: below `vocab_size`, or the server's, or that of the model folder if it is readable.
 
-    Special ids are left out where the model folder names them. Raises VocabularyUnknown, or ValueError for one that is
-    too small.
+    Special ids are left out where the model folder names them. Raises VocabularyError when nobody knows the
+    size or it is too small.
     """
     folder = Path(facts.model_path) if facts.model_path else None
     config = _read_json(folder / "config.json") if folder else {}
     size = vocab_size or facts.vocab_size or _positive(config.get("vocab_size"))
     if size is None:
-        raise VocabularyUnknown(
-            f"The server does not say how large its vocabulary is, and {facts.model_path or 'its model'} cannot be read "
-            "here. Give it with --vocab-size (129280 for DeepSeek-V4)."
+        raise VocabularyError(
+            "The server does not say how large its vocabulary is, and its model "
+            f"({facts.model_path or 'of unknown path'}) cannot be read here. "
+            "Give it with --vocab-size (129280 for DeepSeek-V4)."
         )
     special = _special_ids(config, _read_json(folder / "tokenizer.json") if folder else {})
     return Vocabulary(size, special)
 
 
 async def read_tier_counters(client: Client) -> dict[str, int] | None:
-    """The tier's counters since the server started, summed over data-parallel ranks; None when there is no tier.
+    """The tier's counters since the server started, summed over data-parallel ranks; None without a tier.
 
     Raises RequestError when the server does not answer.
     """
@@ -103,7 +100,7 @@ async def read_tier_counters(client: Client) -> dict[str, int] | None:
 
 
 def counter_difference(before: dict[str, int] | None, after: dict[str, int] | None) -> dict[str, int] | None:
-    """Growth of every counter; None when either side is missing or a counter fell, as after a flush or a restart."""
+    """Growth of every counter; None when a side is missing or a counter fell, as after a restart."""
     if before is None or after is None:
         return None
     grown = {name: value - before.get(name, 0) for name, value in after.items()}

@@ -1,4 +1,4 @@
-"""What will be sent: conversations cut and scaled to the run's settings, each turn with the hit that it could have."""
+"""What will be sent: conversations cut and scaled to the settings, each turn with the hit it could have."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ def make_plan(
 ) -> list[PlannedConversation]:
     """Plans every conversation `copies` times, in the order given.
 
-    `scale` multiplies context lengths, `max_turns` cuts each conversation, `output_tokens` replaces the trace's output
-    lengths. A name that occurs more than once gets '#2', '#3' ... and tokens of its own, unless its hash ids are
-    global.
+    `scale` multiplies context lengths, `max_turns` cuts each conversation, `output_tokens` replaces the
+    trace's output lengths. A name that occurs more than once gets '#2', '#3' ... and tokens of its own,
+    unless its hash ids are global.
     """
     cache = InfinitePrefixCache(page_size)
     seen: dict[str, int] = {}

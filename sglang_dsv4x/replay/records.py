@@ -1,4 +1,4 @@
-"""What a run leaves behind: one record per turn and the run's circumstances. Every report is made from these alone."""
+"""What a run leaves behind: one record per turn and its circumstances. Reports are made from these alone."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from sglang_dsv4x.replay.client import Completion
 class TurnRecord(NamedTuple):
     """One turn that was sent. Exactly one of `completion` and `error` is set.
 
-    Token counts are of this request; `started_s` is seconds since the run began; `waited_s` is the pause that was
-    honoured before it; `prompt_digest` identifies the token ids; `tier` holds the growth of the tier's counters during
-    the turn, or None (no tier, or more than one request at a time). `error_kind` is RequestError's.
+    Token counts are of this request; `started_s` is seconds since the run began; `waited_s` is the pause that
+    was honoured before it; `prompt_digest` identifies the token ids; `tier` holds the growth of the tier's
+    counters during the turn, or None (no tier, or more than one request at a time). `error_kind` is
+    RequestError's.
     """
 
     conversation: str
@@ -36,8 +37,8 @@ class TurnRecord(NamedTuple):
 class Run:
     """A replay, complete or cut short. The runner fills it while it goes, so that an interrupt loses nothing.
 
-    `planned_turns` counts all turns of the plan; `partial` says why the run ended early, None when it did not; `tier`
-    is the growth of the tier's counters over the whole run; `wall_s` its length in seconds.
+    `planned_turns` counts all turns of the plan; `partial` says why the run ended early, None when it did
+    not; `tier` is the growth of the tier's counters over the whole run; `wall_s` its length in seconds.
     """
 
     planned_turns: int

@@ -20,7 +20,8 @@ KIND = "sglang-dsv4x replay"
 def as_json(run: Run, command: list[str]) -> dict[str, Any]:
     """The report as a JSON object; `command` is the command line that made it.
 
-    Python prints the shortest decimal that reads back as the same double, so log-probabilities survive bit for bit.
+    Python prints the shortest decimal that reads back as the same double, so log-probabilities survive bit
+    for bit.
     """
     summary = {k: v._asdict() if hasattr(v, "_asdict") else v for k, v in summarise(run)._asdict().items()}
     return {
@@ -28,7 +29,11 @@ def as_json(run: Run, command: list[str]) -> dict[str, Any]:
         "schema": SCHEMA,
         "command": command,
         "commit": source_commit(),
-        "machine": {"platform": platform.platform(), "cpus": os.cpu_count(), "python": platform.python_version()},
+        "machine": {
+            "platform": platform.platform(),
+            "cpus": os.cpu_count(),
+            "python": platform.python_version(),
+        },
         "server": run.server,
         "settings": run.settings,
         "page_size": run.page_size,
@@ -42,14 +47,14 @@ def as_json(run: Run, command: list[str]) -> dict[str, Any]:
 
 
 def write_json(run: Run, command: list[str], path: Path) -> None:
-    """Writes the report to a new file beside `path` and renames it, so that no reader sees half of one."""
+    """Writes a new file beside `path` and renames it, so that no reader sees half a report."""
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(as_json(run, command), indent=1) + "\n", "utf-8")
     os.replace(part, path)
 
 
 def read_json(path: Path) -> Fields:
-    """A report written by `write_json`. Raises TraceError when it is not one, naming the file and the field."""
+    """A report written by `write_json`. Raises TraceError naming the file and field when it is not one."""
     try:
         report = parse_object(path.read_bytes().decode("utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
@@ -66,7 +71,9 @@ def source_commit() -> str | None:
     folder = Path(__file__).parent
     try:
         head, changes = (
-            subprocess.run(["git", *args], cwd=folder, capture_output=True, text=True, timeout=10, check=True).stdout
+            subprocess.run(
+                ["git", *args], cwd=folder, capture_output=True, text=True, timeout=10, check=True
+            ).stdout
             for args in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
         )
     except (OSError, subprocess.SubprocessError):

@@ -1,4 +1,4 @@
-"""Sends a plan to a server: agents in order, several conversations at once, pauses honoured at a chosen scale."""
+"""Sends a plan to a server: agents in order, several conversations at once, pauses at a chosen scale."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COUNTERS_TIMEOUT_S = 10.0
 
 
 class Pace(NamedTuple):
-    """`concurrency` conversations run at once; pauses of the trace are multiplied by `think_time_scale` (0: none)."""
+    """`concurrency` conversations run at once; the trace's pauses are multiplied by `think_time_scale`."""
 
     concurrency: int = 1
     think_time_scale: float = 0.0
@@ -46,7 +46,7 @@ class Runner:
         on_turn: Callable[[TurnRecord], None],
         gone: Callable[[], str | None] = lambda: None,
     ):
-        """`on_turn` is called after each turn. `gone` returns why the server has ended, or None while it runs."""
+        """`on_turn` is called after each turn. `gone` returns why the server ended, None while it runs."""
         self._client = client
         self._vocabulary = vocabulary
         self._run = run
@@ -62,14 +62,16 @@ class Runner:
     async def replay(self, conversations: Sequence[PlannedConversation]) -> None:
         """Runs all conversations, filling the Run given at construction, also when cancelled.
 
-        Raises ServerGone when `gone` says so, RequestError when the server does not answer before the first turn.
+        Raises ServerGone when `gone` says so, RequestError when the server does not answer before the first
+        turn.
         """
         self._began = time.perf_counter()
         first = self._counters = await read_tier_counters(self._client)
         self._has_tier = first is not None
         waiting = iter(conversations)
         workers = [
-            asyncio.create_task(self._work(waiting)) for _ in range(min(self._pace.concurrency, len(conversations)))
+            asyncio.create_task(self._work(waiting))
+            for _ in range(min(self._pace.concurrency, len(conversations)))
         ]
         try:
             await asyncio.gather(*workers)
@@ -82,10 +84,14 @@ class Runner:
 
     async def _work(self, waiting: Iterator[PlannedConversation]) -> None:
         for conversation in waiting:
-            prompts = PromptMaker(self._vocabulary, conversation.scaling, self._seed, conversation.token_scope)
+            prompts = PromptMaker(
+                self._vocabulary, conversation.scaling, self._seed, conversation.token_scope
+            )
             await self._agent(conversation, conversation.main, prompts)
 
-    async def _agent(self, conversation: PlannedConversation, agent: PlannedAgent, prompts: PromptMaker) -> None:
+    async def _agent(
+        self, conversation: PlannedConversation, agent: PlannedAgent, prompts: PromptMaker
+    ) -> None:
         await asyncio.sleep(agent.pause_s * self._pace.think_time_scale)
         for step in agent.steps:
             if isinstance(step, PlannedTurn):
@@ -93,7 +99,9 @@ class Runner:
             else:
                 await self._agent(conversation, step, prompts)
 
-    async def _turn(self, conversation: PlannedConversation, planned: PlannedTurn, prompts: PromptMaker) -> None:
+    async def _turn(
+        self, conversation: PlannedConversation, planned: PlannedTurn, prompts: PromptMaker
+    ) -> None:
         pause = planned.turn.pause_s * self._pace.think_time_scale
         await asyncio.sleep(pause)
         reason = self._gone()
@@ -127,7 +135,7 @@ class Runner:
         self._on_turn(record)
 
     async def _counted(self) -> dict[str, int] | None:
-        """Growth of the tier's counters since the last call; with one request at a time that is the turn's own."""
+        """Growth of the counters since the last call; with one request at a time that is the turn's own."""
         before, self._counters = self._counters, await self._read_counters()
         return counter_difference(before, self._counters)
 

@@ -24,10 +24,10 @@ class Percentiles(NamedTuple):
 class Summary(NamedTuple):
     """Totals over the turns that were answered; failed ones are only counted.
 
-    Token counts: `new_tokens` were computed (prompt less cached). `hit_rate` and `theoretical_hit_rate` are shares of
-    the prompt tokens. `prefill_tokens_per_s` is new tokens over the sum of times to first token and
-    `decode_tokens_per_s` output tokens over the sum of gaps, both per request; `output_tokens_per_s` is over wall time.
-    None where nothing was measured.
+    Token counts: `new_tokens` were computed (prompt less cached). `hit_rate` and `theoretical_hit_rate` are
+    shares of the prompt tokens. `prefill_tokens_per_s` is new tokens over the sum of times to first token and
+    `decode_tokens_per_s` output tokens over the sum of gaps, both per request; `output_tokens_per_s` is over
+    wall time. None where nothing was measured.
     """
 
     turns: int
@@ -46,10 +46,12 @@ class Summary(NamedTuple):
     decode_tokens_per_s: float | None
     output_tokens_per_s: float | None
     miss_share: float | None
+    prefill_host_share: float | None
 
 
 def summarise(run: Run) -> Summary:
-    """Totals of a run. `miss_share` is the share of selected C4 entries that were not in the hot cache when selected."""
+    """Totals of a run. `miss_share` is the share of the C4 entries that decode selected which were not in the
+    hot cache, `prefill_host_share` the share of the rows that prefill read which came from host memory."""
     answered = [(r, r.completion) for r in run.records if r.completion is not None]
     prompt = sum(r.prompt_tokens for r, _ in answered)
     cached = sum(c.cached_tokens for _, c in answered)
@@ -74,6 +76,7 @@ def summarise(run: Run) -> Summary:
         decode_tokens_per_s=_ratio(len(gaps), sum(gaps)),
         output_tokens_per_s=_ratio(output, run.wall_s),
         miss_share=miss_share(run.tier),
+        prefill_host_share=prefill_host_share(run.tier),
     )
 
 
@@ -91,10 +94,20 @@ def mean_gap(completion: Completion) -> float | None:
 
 
 def miss_share(tier: dict[str, int] | None) -> float | None:
-    """Selected entries that missed the hot cache, those waited for included, as a share; None without a tier."""
+    """Share of the entries selected by decode that missed the hot cache; None without a tier.
+
+    Entries already on their way (`pending`) are misses: whoever selects one waits for it.
+    """
     if tier is None or "selected" not in tier or "hits" not in tier:
         return None
     return _ratio(tier["selected"] - tier["hits"], tier["selected"])
+
+
+def prefill_host_share(tier: dict[str, int] | None) -> float | None:
+    """Rows that prefill read from host memory, as a share of those it read; None without a tier."""
+    if tier is None or "prefill_host" not in tier or "prefill_hot" not in tier:
+        return None
+    return _ratio(tier["prefill_host"], tier["prefill_host"] + tier["prefill_hot"])
 
 
 def warm_turns(records: Sequence[TurnRecord]) -> int:

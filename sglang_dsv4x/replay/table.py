@@ -74,7 +74,8 @@ def _totals(run: Run, total: Summary) -> list[str]:
         ("total", ""),
         (
             "turns",
-            f"{total.turns} answered, {failed} failed{f' ({kinds})' if kinds else ''}, of {run.planned_turns} planned",
+            f"{total.turns} answered, {failed} failed{f' ({kinds})' if kinds else ''}, "
+            f"of {run.planned_turns} planned",
         ),
         (
             "prompt tokens",
@@ -83,21 +84,27 @@ def _totals(run: Run, total: Summary) -> list[str]:
         ),
         (
             "prefix hits",
-            f"{percent(total.hit_rate)} of prompt tokens; {percent(total.theoretical_hit_rate)} with an infinite cache",
+            f"{percent(total.hit_rate)} of prompt tokens; "
+            f"{percent(total.theoretical_hit_rate)} with an infinite cache",
         ),
         ("TTFT", _spread(total.ttft_s)),
         ("inter-token", _spread(total.gap_s)),
         ("turn", _spread(total.latency_s)),
         (
             "speed",
-            f"prefill {rate(total.prefill_tokens_per_s)}, decode {rate(total.decode_tokens_per_s)} per request; "
+            f"prefill {rate(total.prefill_tokens_per_s)}, "
+            f"decode {rate(total.decode_tokens_per_s)} per request; "
             f"{rate(total.output_tokens_per_s)} generated over {run.wall_s:.1f} s",
         ),
     ]
     for name, value in (run.tier or {}).items():
         rows.append((f"tier {name}", f"{value:,}"))
     if total.miss_share is not None:
-        rows.append(("tier misses", f"{percent(total.miss_share)} of selected entries"))
+        rows.append(("tier misses", f"{percent(total.miss_share)} of the entries that decode selected"))
+    if total.prefill_host_share is not None:
+        rows.append(
+            ("tier prefill", f"{percent(total.prefill_host_share)} of the rows read came from host memory")
+        )
     return aligned(rows)
 
 
@@ -110,7 +117,9 @@ def _notes(run: Run) -> list[str]:
     if run.tier is None:
         notes.append("The server publishes no tier counters.")
     if warm := warm_turns(run.records):
-        notes.append(f"{warm} turns hit more than this run can have cached: the server was warm (see --flush-cache).")
+        notes.append(
+            f"{warm} turns hit more than this run can have cached: the server was warm (see --flush-cache)."
+        )
     return notes
 
 

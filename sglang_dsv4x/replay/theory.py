@@ -1,4 +1,4 @@
-"""What a prefix cache that never forgets would serve: the yardstick for the hit rate that a server achieves."""
+"""What a prefix cache that never forgets would serve: the yardstick for the hit rate that is achieved."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ from collections.abc import Sequence
 class InfinitePrefixCache:
     """Every prompt so far as a trie of blocks, matched as SGLang's radix cache matches.
 
-    A hit is a whole number of pages and leaves at least one token of the prompt to compute. Generated tokens are not in
-    the trie: in a replay no later prompt contains them.
+    A hit is a whole number of pages and leaves at least one token of the prompt to compute. Generated tokens
+    are not in the trie: in a replay no later prompt contains them.
     """
 
     def __init__(self, page_size: int):
         self._page = page_size
-        self._nodes: dict[tuple[int, int], tuple[int, int]] = {}  # (parent, hash id) -> (node, tokens seen of the block)
+        self._nodes: dict[
+            tuple[int, int], tuple[int, int]
+        ] = {}  # (parent, hash id) -> (node, tokens seen of the block)
         self._roots: dict[str, int] = {}
         self._count = 0
 
     def add(self, scope: str, blocks: Sequence[int], block_tokens: int, input_tokens: int) -> int:
-        """Adds a prompt and returns the tokens of it, a multiple of the page size, that earlier prompts had cached.
+        """Adds a prompt and returns how many of its tokens, in whole pages, earlier prompts had cached.
 
-        `blocks` are its hash ids, `block_tokens` the tokens of a block and `input_tokens` of the prompt, which may end
-        inside the last block or after it; tokens after it are shared with nothing.
+        `blocks` are its hash ids, `block_tokens` the tokens of a block and `input_tokens` of the prompt,
+        which may end inside the last block or after it; tokens after it are shared with nothing.
         """
         if scope not in self._roots:
             self._roots[scope] = self._new_node()

@@ -1,4 +1,4 @@
-"""Token ids from block hashes: a trace holds no text, so every hash id stands for tokens drawn from a seed."""
+"""Token ids from block hashes: a trace holds no text, so a hash id stands for tokens drawn from a seed."""
 
 from __future__ import annotations
 
@@ -15,30 +15,36 @@ LOWEST_TOKEN = 3
 SMALLEST_VOCABULARY = 16
 
 
+class VocabularyError(ValueError):
+    """The model's vocabulary is unknown or too small to draw prompts from; the message names the flag."""
+
+
 class Vocabulary:
     """The ids that prompts are drawn from: [LOWEST_TOKEN, size) without the special ones."""
 
     def __init__(self, size: int, special: Iterable[int] = ()):
-        """Raises ValueError when fewer than SMALLEST_VOCABULARY ids are left."""
+        """Raises VocabularyError when fewer than SMALLEST_VOCABULARY ids are left."""
         allowed = np.setdiff1d(np.arange(LOWEST_TOKEN, size, dtype=np.int64), np.fromiter(special, np.int64))
         if len(allowed) < SMALLEST_VOCABULARY:
-            raise ValueError(
-                f"a vocabulary of {size} leaves {len(allowed)} ordinary token ids; at least {SMALLEST_VOCABULARY} "
-                "are needed. Give the model's own size with --vocab-size."
+            raise VocabularyError(
+                f"a vocabulary of {size} leaves {len(allowed)} ordinary token ids; at least "
+                f"{SMALLEST_VOCABULARY} are needed. Give the model's own size with --vocab-size."
             )
         self._allowed = allowed
 
     def draw(self, key: str, count: int) -> NDArray[np.int64]:
-        """`count` ids, int64 [count], a pure function of `key`. A shorter draw is a prefix of a longer one."""
-        words = np.frombuffer(hashlib.shake_128(key.encode()).digest(4 * count), dtype="<u4").astype(np.uint64)
+        """`count` ids, int64 [count], a function of `key` alone; a shorter draw is a prefix of a longer."""
+        words = np.frombuffer(hashlib.shake_128(key.encode()).digest(4 * count), dtype="<u4").astype(
+            np.uint64
+        )
         return self._allowed[(words * np.uint64(len(self._allowed)) >> np.uint64(32)).astype(np.int64)]
 
 
 class Scaling:
     """Lengths in tokens when every context is shortened (or lengthened) by one factor.
 
-    It works block by block: each becomes round(factor * block_size) tokens, at least one, so that prompts that shared k
-    blocks share exactly k scaled blocks.
+    It works block by block: each becomes round(factor * block_size) tokens, at least one, so that prompts
+    that shared k blocks share exactly k scaled blocks.
     """
 
     def __init__(self, block_size: int, factor: float):
@@ -53,7 +59,7 @@ class Scaling:
 
 
 class PromptMaker:
-    """Makes the prompts of one conversation. Tokens depend on `seed`, `scope` and the hash id, on nothing else."""
+    """Makes the prompts of one conversation. Tokens depend on `seed`, `scope` and the hash id alone."""
 
     def __init__(self, vocabulary: Vocabulary, scaling: Scaling, seed: int, scope: str):
         self._vocabulary = vocabulary
@@ -64,8 +70,8 @@ class PromptMaker:
     def prompt(self, turn: Turn, number: int) -> NDArray[np.int64]:
         """Token ids of the turn's prompt, int64 [scaled input tokens].
 
-        `number` tells the conversation's turns apart: tokens past the last whole block belong to no hash id, so they
-        are made from it and shared with no other turn.
+        `number` tells the conversation's turns apart: tokens past the last whole block belong to no hash id,
+        so they are made from it and shared with no other turn.
         """
         length = self._scaling.input_tokens(turn)
         parts = [self._block(hash_id) for hash_id in turn.blocks]

@@ -23,7 +23,9 @@ class Format(NamedTuple):
 
 
 FORMATS: dict[str, Format] = {
-    "weka": Format("Weka kv-cache-tester: one JSON object per conversation, prompts as block hashes", weka.load),
+    "weka": Format(
+        "Weka kv-cache-tester: one JSON object per conversation, prompts as block hashes", weka.load
+    ),
 }
 
 
@@ -37,8 +39,8 @@ def trace_path(name: str) -> Path:
 def load_trace(path: Path, format_name: str) -> list[Conversation]:
     """Conversations of a trace file in the named format (a key of FORMATS).
 
-    Raises TraceError, whose message names the file and the line or field, when the file cannot be read, is not UTF-8
-    or does not follow the format.
+    Raises TraceError, whose message names the file and the line or field, when the file cannot be read, is
+    not UTF-8 or does not follow the format.
     """
     try:
         text = path.read_bytes().decode("utf-8-sig")

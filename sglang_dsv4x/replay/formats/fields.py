@@ -12,7 +12,7 @@ LARGEST_COUNT = 2**31 - 1
 
 
 class TraceError(ValueError):
-    """A trace cannot be read or does not follow its format. The message names the file and the line or field."""
+    """A trace cannot be read or breaks its format. The message names the file and the line or field."""
 
 
 def parse_object(text: str, source: str) -> Fields:
@@ -38,7 +38,7 @@ def parse_object(text: str, source: str) -> Fields:
 
 
 class Fields:
-    """One JSON object of a trace; every getter raises TraceError naming the field when its value will not do."""
+    """One JSON object; every getter raises TraceError naming the field when its value will not do."""
 
     def __init__(self, values: dict[str, Any], source: str, path: str):
         self._values = values

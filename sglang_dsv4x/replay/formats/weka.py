@@ -1,12 +1,15 @@
 """Traces of the public data set kv-cache-tester (Weka): one JSON object per conversation.
 
-Fields used: `id`, `block_size`, `hash_id_scope` ("local": ids mean something within this conversation only, "global":
-across files), and `requests`, each with `t` (s since the agent began), `type` "n" or "s" (answered whole or streamed),
-`in` and `out` (tokens), `hash_ids` (one per whole block of the prompt), `think_time` and `api_time` (s), or `type`
-"subagent" with `agent_id`, `t`, `duration_ms` and `requests` of its own, whose `t` counts from its own start.
+Fields used: `id`, `block_size`, `hash_id_scope` ("local": ids mean something within this conversation only,
+"global": across files), and `requests`, each with `t` (s since the agent began), `type` "n" or "s" (answered
+whole or streamed), `in` and `out` (tokens), `hash_ids` (one per whole block of the prompt), `think_time` and
+`api_time` (s), or `type` "subagent" with `agent_id`, `t`, `duration_ms` and `requests` of its own, whose `t`
+counts from its own start.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 from sglang_dsv4x.replay.conversation import MAIN_AGENT, Agent, Conversation, Turn, turns
 from sglang_dsv4x.replay.formats.fields import Fields, parse_object
@@ -45,7 +48,8 @@ def _steps(parent: Fields, block_size: int) -> tuple[Turn | Agent, ...]:
             continue
         if kind not in ("n", "s"):
             raise request.error("type", f"is {kind!r}; must be 'n', 's' or 'subagent'")
-        # think_time counts from the agent's own last turn: after a sub-agent it would count the sub-agent's time twice.
+        # think_time counts from the agent's own last turn: after a sub-agent it would count the sub-agent's
+        # time twice.
         pause = from_clock if after_subagent else request.seconds("think_time", default=from_clock)
         steps.append(_turn(request, block_size, pause))
         free_at = max(free_at, start + request.seconds("api_time", default=0.0))
@@ -60,5 +64,5 @@ def _turn(request: Fields, block_size: int, pause: float) -> Turn:
         raise request.error(
             "in", f"is {tokens} tokens, which {len(blocks)} hash_ids of {block_size} tokens cannot stand for"
         )
-    kind = "human" if "text" in request.texts("input_types") else "tool"
+    kind: Literal["human", "tool"] = "human" if "text" in request.texts("input_types") else "tool"
     return Turn(tokens, request.count("out"), blocks, pause, kind)
