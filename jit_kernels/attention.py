@@ -39,29 +39,28 @@ def sparse_attention(
     if kv.shape[0] > queries * wanted:
         # A workspace with more rows than are read: converting all of it would cost more than gathering these.
         flat = indices.flatten()
-        kv = kv.index_select(0, flat.clamp_min(0)) if kv.shape[0] else kv
+        kv = kv.index_select(0, flat.clamp_min(0))
         named = torch.arange(flat.shape[0], dtype=indices.dtype, device=indices.device).view_as(indices)
         indices = torch.where(indices < 0, -1, named)
     none = kv.shape[0]
     rows = torch.zeros((none + 1, kv.shape[1]), dtype=torch.float32, device=kv.device)
     rows[:none] = kv
-    # The last column is the sink: a row of zeros whose score is replaced, so that it joins the softmax and
-    # adds nothing.
+    # The last column is the sink: a row of zeros whose score is the bias alone, so that it joins the softmax and
+    # adds nothing. A missing row is the same row of zeros with a bias of -inf.
     absent = indices < 0
     indices = torch.cat([torch.where(absent, none, indices), indices.new_full((queries, 1), none)], 1)
-    absent = torch.nn.functional.pad(absent, (0, 1)).unsqueeze(1)
+    missing = rows.new_zeros((queries, 1, wanted + 1))
+    missing[:, 0, :wanted].masked_fill_(absent, float("-inf"))
+    sinks = torch.nn.functional.pad(sink.to(torch.float32).unsqueeze(1), (wanted, 0))
     out = torch.empty_like(q)
-    sink = sink.to(torch.float32)
     step = max(1, _BLOCK_BYTES // ((wanted + 1) * kv.shape[1] * 4))
     block_rows = rows.new_empty((min(step, queries) * (wanted + 1), kv.shape[1]))
     for i in range(0, queries, step):
         block = indices[i : i + step]
         some = block_rows[: block.numel()]
         some = torch.index_select(rows, 0, block.flatten(), out=some).view(*block.shape, -1)
-        scores = torch.bmm(q[i : i + step].to(torch.float32), some.transpose(1, 2)).mul_(scale)
-        scores.masked_fill_(absent[i : i + step], float("-inf"))
-        scores[:, :, -1] = sink
-        weights = scores.softmax(-1)
-        weights.masked_fill_(weights < _NEGLIGIBLE, 0.0)
+        bias = missing[i : i + step] + sinks
+        scores = torch.baddbmm(bias, q[i : i + step].to(torch.float32), some.transpose(1, 2), alpha=scale)
+        weights = torch.nn.functional.hardshrink(scores.softmax(-1), _NEGLIGIBLE)
         out[i : i + step] = torch.bmm(weights, some)
     return out

@@ -66,7 +66,7 @@ def pack_index_rows(k: torch.Tensor, dtype: IndexDtype, storage: Storage) -> tor
         code = (code + (torch.signbit(k).view(code.shape).to(torch.uint8) << 3)).view(-1, INDEX_HEAD_DIM)
         return torch.cat([code[:, 0::2] + (code[:, 1::2] << 4), exponent.to(torch.uint8)], 1)
     values, scale = _round_fp8(k)
-    return torch.cat([values.view(torch.uint8), scale.view(torch.uint8)], 1)
+    return torch.cat([values.view(torch.uint8), scale.flatten().view(torch.uint8).view(-1, 4)], 1)
 
 
 @register("unpack_index_rows", "torch")

@@ -141,7 +141,7 @@ def select_top_k(scores: torch.Tensor, lens: torch.Tensor, k: int) -> torch.Tens
     A NaN score ranks highest: a faulty key shows instead of vanishing.
 
     Args:
-        scores: fp32 [T, n].
+        scores: fp32 [T, n], -inf at and beyond lens[t], as from `index_scores`.
         lens: int [T], number of entries that the query sees, at most n.
         k: entries to take.
     Returns: int32 [T, k], positions in rising order, then -1.
@@ -150,9 +150,7 @@ def select_top_k(scores: torch.Tensor, lens: torch.Tensor, k: int) -> torch.Tens
     position = torch.arange(n, device=scores.device, dtype=torch.int32)
     seen = position < lens.unsqueeze(1)
     if n > k:
-        ranked = scores.nan_to_num(float("inf"), float("inf"), float("-inf")).masked_fill_(
-            ~seen, float("-inf")
-        )
+        ranked = scores.nan_to_num(float("inf"), float("inf"), float("-inf"))
         least = ranked.topk(k, dim=1, sorted=False).values.amin(1, keepdim=True)
         above, tied = ranked > least, ranked == least
         room = k - above.sum(1, keepdim=True, dtype=torch.int32)

@@ -51,9 +51,9 @@ def divide(x: torch.Tensor, divisor: float) -> torch.Tensor:
 def tree_sum(x: torch.Tensor, dim: int) -> torch.Tensor:
     """Sum over `dim` (its size a power of two) by halving, dim dropped.
 
-    Every step is elementwise, so the bits of one sum depend on its own terms only. torch.sum picks its order
-    by the shape of the whole tensor, and an entry would come out differently when a prompt is cut into other
-    chunks.
+    Every step is elementwise, so the bits of one sum depend on its own terms only, whatever the shape of the
+    tensor, the number of threads or the device; torch.sum promises no order. Entries of the compressed cache must
+    be the same bits however a prompt was cut into chunks.
     """
     size = x.shape[dim]
     while size > 1:

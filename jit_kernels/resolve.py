@@ -95,8 +95,18 @@ class SlotTables(NamedTuple):
 
     def layer(self, index: int) -> LayerTables:
         """One layer's tables, sharing memory with these."""
-        views = (table[index] for table in self)
-        return LayerTables(*views, self.unit, self.unit.bit_length() - 1, self.groups, self.units)
+        return LayerTables(
+            self.unit_group[index],
+            self.group_tag[index],
+            self.last_used[index],
+            self.held[index],
+            self.state[index],
+            self.order[index],
+            self.unit,
+            self.unit.bit_length() - 1,
+            self.groups,
+            self.units,
+        )
 
 
 class Resolution(NamedTuple):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 CONFIG_VARIABLE = "SGLANG_DSV4X_CONFIG"
 FETCH_UNITS = (1, 2, 4, 8)
@@ -103,13 +103,21 @@ class Dsv4xConfig:
         for f in fields(self):
             value, choices = getattr(self, f.name), f.metadata.get("choices")
             if choices is not None and value not in choices:
-                raise ConfigError(f"{flag_name(f.name)} is {value!r}; choose one of {', '.join(map(str, choices))}.")
+                raise ConfigError(
+                    f"{flag_name(f.name)} is {value!r}; choose one of {', '.join(map(str, choices))}."
+                )
         if self.host_memory_gb is not None and not self.host_memory_gb > 0:
-            raise ConfigError(f"--dsv4x-host-memory-gb is {self.host_memory_gb}; give a positive number of GiB.")
+            raise ConfigError(
+                f"--dsv4x-host-memory-gb is {self.host_memory_gb}; give a positive number of GiB."
+            )
         if self.hot_entries is not None and self.hot_entries <= 0:
-            raise ConfigError(f"--dsv4x-hot-entries is {self.hot_entries}; give a positive number of entries.")
+            raise ConfigError(
+                f"--dsv4x-hot-entries is {self.hot_entries}; give a positive number of entries."
+            )
         if self.copy_timeout_s <= 0:
-            raise ConfigError(f"--dsv4x-copy-timeout-s is {self.copy_timeout_s}; give a positive number of seconds.")
+            raise ConfigError(
+                f"--dsv4x-copy-timeout-s is {self.copy_timeout_s}; give a positive number of seconds."
+            )
         if self.copy_delay_ms < 0:
             raise ConfigError(f"--dsv4x-copy-delay-ms is {self.copy_delay_ms}; it cannot be negative.")
 
@@ -129,10 +137,19 @@ class Dsv4xConfig:
         if unknown:
             known = ", ".join(f.name for f in fields(cls))
             raise ConfigError(f"{CONFIG_VARIABLE} has unknown fields {', '.join(unknown)}; known: {known}.")
-        try:
-            return cls(**values)
-        except TypeError as error:
-            raise ConfigError(f"{CONFIG_VARIABLE}: {error}") from error
+        hints = get_type_hints(cls)
+        for name, value in values.items():
+            if not _fits(value, hints[name]):
+                raise ConfigError(f"{CONFIG_VARIABLE}: {name} is {value!r}, a {type(value).__name__}.")
+        return cls(**values)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Is a JSON value of the annotated type? A whole number also fits where a fraction may stand."""
+    if get_origin(hint) is Literal:
+        return isinstance(value, str)
+    kinds = set(get_args(hint)) or {hint}
+    return type(value) in kinds or (type(value) is int and float in kinds)
 
 
 def flag_name(field_name: str) -> str:
@@ -149,3 +166,59 @@ def load_published() -> Dsv4xConfig:
 def publish(config: Dsv4xConfig) -> None:
     """Makes `config` what `load_published` returns here and in every process started from here."""
     os.environ[CONFIG_VARIABLE] = config.to_json()
+
+
+_TORCH_KERNEL_SWITCHES = {
+    # Paths of SGLang 0.5.17 that exist only as CUDA kernels; each has a torch form behind its switch.
+    "SGLANG_OPT_FP8_WO_A_GEMM": "0",
+    "SGLANG_OPT_USE_TILELANG_MHC_PRE": "0",
+    "SGLANG_OPT_USE_TILELANG_MHC_POST": "0",
+    "SGLANG_OPT_DEEPGEMM_HC_PRENORM": "0",
+    "SGLANG_OPT_USE_FUSED_HASH_TOPK": "0",
+    "SGLANG_OPT_USE_FUSED_STORE_CACHE": "0",
+    # Window KV goes through the backend's store_cache instead of a fused CUDA kernel.
+    "SGLANG_DSV4_USE_BF16_KV_QUANT_SOURCE": "1",
+    # Metadata is built before the forward pass, not inside a captured graph.
+    "SGLANG_PREP_IN_CUDA_GRAPH": "0",
+}
+
+
+def apply_process_environment(*, torch_kernels: bool, cuda: bool) -> None:
+    """Sets the switches that SGLang reads from the environment, here and for the processes started from here.
+
+    Call it before SGLang's model modules are imported: they freeze some of them. A value that the user has set to
+    something else is an error where torch kernels cannot work with it.
+
+    Raises: ConfigError naming the variable.
+    """
+    if torch_kernels:
+        for name, value in _TORCH_KERNEL_SWITCHES.items():
+            given = os.environ.get(name)
+            if given is not None and _truth(given) != _truth(value):
+                raise ConfigError(
+                    f"{name}={given}: torch kernels (--dsv4x-kernels) need {name}={value}; unset it."
+                )
+            os.environ[name] = value
+    if not cuda:
+        os.environ.setdefault("SGLANG_DSV4_FP4_EXPERTS", "0")
+        # More threads make the many small products of a tiny model slower, by up to 100x on two cores.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def sparse_prefill_switched_off() -> bool:
+    """Has the user asked SGLang to prefill through its decode kernel (SGLANG_OPT_FLASHMLA_SPARSE_PREFILL=0)?"""
+    return not _truth(os.environ.get("SGLANG_OPT_FLASHMLA_SPARSE_PREFILL", "1"))
+
+
+def plugin_filter() -> str | None:
+    """SGLANG_PLUGINS, the user's list of the plug-ins that SGLang may load; None when there is none."""
+    return os.environ.get("SGLANG_PLUGINS") or None
+
+
+def platform_choice() -> str | None:
+    """SGLANG_PLATFORM, the one platform that SGLang shall use; None when it may choose."""
+    return os.environ.get("SGLANG_PLATFORM") or None
+
+
+def _truth(value: str) -> bool:
+    return value.strip().lower() in ("1", "true", "yes", "y", "on", "t")

@@ -95,7 +95,8 @@ class Server:
         return None if code is None else f"the server ended with {_exit_name(code)}; log: {self.log_path}"
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
-        """Ends every process of the server: SIGTERM, and SIGKILL for what is left after `timeout_s`.
+        """Ends every process of the server: SIGTERM, and SIGKILL for what is left when that has worked or
+        after `timeout_s`.
 
         Returns when none is left; may be called again.
         """
@@ -103,13 +104,19 @@ class Server:
         if process is None:
             return
         self._note_strays()
-        # SGLang's SIGTERM waits for running requests, with stalled ones for ever: hence the time-out.
-        self._signal(signal.SIGTERM)
-        if not self._wait_gone(timeout_s):
-            self._note_strays()
-            self._signal(signal.SIGKILL)
-            self._wait_gone(timeout_s)
+        # SIGTERM only to the main process, which ends its children: one that dies first looks like a crash to
+        # it, and it waits for a diagnosis. It also waits for running requests, stalled ones for ever: hence
+        # the time-out.
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout_s)
+        self._note_strays()
+        for left in self._alive():
+            with contextlib.suppress(psutil.Error):
+                left.kill()
         process.wait()
+        while self._alive():
+            time.sleep(0.05)
 
     def log_tail(self, lines: int = _TAIL_LINES) -> str:
         """The last lines of the log, empty when there is none."""
@@ -134,19 +141,6 @@ class Server:
 
     def _failure(self, reason: str) -> str:
         return f"{reason}\ncommand: {shlex.join(self.command)}\nlast lines of the log:\n{self.log_tail()}"
-
-    def _signal(self, number: int) -> None:
-        for process in self._alive():
-            with contextlib.suppress(psutil.Error):
-                process.send_signal(number)
-
-    def _wait_gone(self, timeout_s: float) -> bool:
-        deadline = time.monotonic() + timeout_s
-        while self._alive():
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(0.05)
-        return True
 
     def _alive(self) -> list[psutil.Process]:
         """Processes of the group, and noted strays, that still run (a zombie waits only for its parent)."""

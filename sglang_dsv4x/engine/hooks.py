@@ -42,6 +42,10 @@ class Seam:
     only: Literal["always", "torch"] = "always"
 
 
+_installed: set[str] = set()
+"""Paths that `install` has dealt with in this process."""
+
+
 class SeamState(NamedTuple):
     seam: Seam
     ok: bool
@@ -89,14 +93,23 @@ def check(seams: Iterable[Seam]) -> list[SeamState]:
     return [check_seam(seam) for seam in seams]
 
 
-def install(seams: list[Seam], *, torch_kernels: bool) -> None:
-    """Checks every seam, then patches. Raises: SeamError, before anything is patched, when one is off."""
-    wrong = [state for state in check(seams) if not state.ok]
+def require(seams: Iterable[Seam]) -> None:
+    """Raises: SeamError listing every seam that is off. One that this process has patched was checked before."""
+    wrong = [state for state in check(seam for seam in seams if seam.path not in _installed) if not state.ok]
     if wrong:
         raise SeamError(explain(wrong))
+
+
+def install(seams: list[Seam], *, torch_kernels: bool) -> None:
+    """Checks every seam, then patches; one that was patched before is left alone.
+
+    Raises: SeamError, before anything is patched, when one is off.
+    """
+    require(seams)
     for seam in seams:
-        if seam.only == "always" or torch_kernels:
+        if seam.path not in _installed and (seam.only == "always" or torch_kernels):
             _patch(seam)
+            _installed.add(seam.path)
 
 
 def explain(wrong: list[SeamState]) -> str:

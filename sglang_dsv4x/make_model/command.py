@@ -6,12 +6,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from sglang_dsv4x import configs
-
+from .. import configs
 from .checkpoint import make_model
 from .errors import MakeModelError
-
-HELP = "write a random, well-scaled DeepSeek-V4 checkpoint that SGLang and transformers load"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

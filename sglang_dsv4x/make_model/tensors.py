@@ -26,17 +26,17 @@ class Normal(NamedTuple):
 
 
 class StreamMix(NamedTuple):
-    """Bias of a hyper-connection, [(2 + streams) * streams]: pre, post, then the streams x streams mixer, whose diagonal
-    is raised so that the streams stay distinct instead of averaging out after a few layers."""
+    """Bias of a hyper-connection, [(2 + streams) * streams]: pre, post, then the streams x streams mixer, whose
+    diagonal is raised so that the streams stay distinct instead of averaging out after a few layers."""
 
     streams: int
-    diagonal: float = 2.0
-    std: float = 0.3
+    diagonal: float = 4.0
+    std: float = 0.8
 
 
 class ExpertTable(NamedTuple):
-    """Experts of each token id of a hash-routed layer, distinct within a row (SGLang's native MoE path miscounts a token
-    that names one expert twice)."""
+    """Experts of each token id of a hash-routed layer, distinct within a row (SGLang's native MoE path miscounts a
+    token that names one expert twice)."""
 
     experts: int
 

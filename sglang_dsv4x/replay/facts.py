@@ -61,7 +61,7 @@ async def read_facts(client: Client) -> ServerFacts:
 
 
 def find_vocabulary(facts: ServerFacts, vocab_size: int | None) -> Vocabulary:
-    """Ordinary token ids: below `vocab_size`, or the server's, or that of the model folder if it is readable.
+    """Ordinary token ids below `vocab_size`, or the server's, or what a readable model folder says.
 
     Special ids are left out where the model folder names them. Raises VocabularyError when nobody knows the
     size or it is too small.

@@ -36,6 +36,7 @@ def make_cache() -> Iterator[Callable[..., TieredCache]]:
         checks: bool = True,
         copy_timeout_s: float = 20,
         copy_delay_s: float = 0,
+        device: str = "cpu",
     ) -> TieredCache:
         shape = TierShape(
             layers=layers,
@@ -48,7 +49,7 @@ def make_cache() -> Iterator[Callable[..., TieredCache]]:
             chunk_tokens=chunk_tokens,
         )
         cache = TieredCache(
-            shape, "cpu", checks=checks, copy_timeout_s=copy_timeout_s, copy_delay_s=copy_delay_s
+            shape, device, checks=checks, copy_timeout_s=copy_timeout_s, copy_delay_s=copy_delay_s
         )
         made.append(cache)
         return cache

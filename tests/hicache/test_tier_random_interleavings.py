@@ -5,19 +5,20 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import chain
 
 import pytest
 import torch
 from sglang_dsv4x.hicache import TieredCache
 from sglang_dsv4x.jit_kernels.layouts import PageLayout
-from tier_oracle import LayerOracle, random_rows, read_slots
+from tier_oracle import LayerOracle, on, random_rows, read_slots
 
 OPERATIONS = 2500
 """Per unit: 10,000 over the four units."""
 
 LAYERS, TOP_K, REQUESTS, CHUNK = 2, 12, 3, 96
 
-HISTORY = 200
+HISTORY = 100
 """Rows that a prefill reads at most."""
 
 
@@ -74,18 +75,18 @@ class Model:
         items = list(written.items()) + [(0, True)] * self.random.randrange(3)
         items += items[: self.random.randrange(2)]
         self.random.shuffle(items)
-        entries = torch.tensor([entry for entry, _ in items], dtype=torch.int64)
-        again = torch.tensor([again for _, again in items], dtype=torch.bool)
+        entries = on(self.cache, [entry for entry, _ in items])
+        again = on(self.cache, [again for _, again in items], torch.bool)
         self.cache.begin_step(entries, again, outstanding_ok=hints_may_fly)
         for oracle in self.oracles:
             oracle.begin(written, self.cache.step)
         self.announced = list(written)
 
     def write(self, layer: int) -> None:
-        entries = self.announced + [0]
+        entries = [*self.announced, 0]
         self.random.shuffle(entries)
         rows = random_rows(len(entries), self.cache.shape.layout.row_bytes, self.generator)
-        self.cache.write(layer, torch.tensor(entries, dtype=torch.int64), rows)
+        self.cache.write(layer, on(self.cache, entries), rows.to(self.cache.device))
         for entry, row in zip(entries, rows, strict=True):
             if entry:
                 self.oracles[layer].write(entry)
@@ -107,9 +108,9 @@ class Model:
             queries.append(query)
         slots = self.cache.resolve(
             layer,
-            torch.tensor([[item[0] for item in query] for query in queries], dtype=torch.int32),
-            torch.tensor([[item[1] for item in query] for query in queries], dtype=torch.int32),
-            torch.tensor([request.length for request in requests], dtype=torch.int32),
+            on(self.cache, [[item[0] for item in query] for query in queries], torch.int32),
+            on(self.cache, [[item[1] for item in query] for query in queries], torch.int32),
+            on(self.cache, [request.length for request in requests], torch.int32),
         )
         assert slots.tolist() == self.oracles[layer].resolve(queries, self.cache.step)
         return slots, [[item[0] for item in query] for query in queries]
@@ -124,7 +125,7 @@ class Model:
             self.join(layer)
 
     def expected(self, layer: int, entries: list[int]) -> torch.Tensor:
-        return torch.stack([self.owner_bytes[layer, entry] for entry in entries])
+        return torch.stack([self.owner_bytes[layer, entry] for entry in entries]).to(self.cache.device)
 
     # Operations
 
@@ -154,13 +155,14 @@ class Model:
             if self.announced:
                 self.write(layer)
             if request.length:
-                history = [self.entry(request, p) for p in range(request.length)][-HISTORY:]
+                first = max(0, request.length - HISTORY)
+                history = [self.entry(request, p) for p in range(first, request.length)]
                 if self.random.random() < 0.5:
                     history = [self.entry(request, self.random.randrange(request.length)) for _ in history]
-                rows = self.cache.gather(layer, torch.tensor(history))
+                rows = self.cache.gather(layer, on(self.cache, history))
                 self.join(layer)
                 assert torch.equal(rows, self.expected(layer, history))
-                self.cache.verify_read(layer, torch.tensor(history), rows)
+                self.cache.verify_read(layer, on(self.cache, history), rows)
                 hot = sum(self.oracles[layer].is_hot(entry) for entry in history)
                 self.prefill[layer][0] += hot
                 self.prefill[layer][1] += len(history) - hot
@@ -182,12 +184,12 @@ class Model:
                 continue
             slots, entries = self.resolve(layer, requests, TOP_K)
             self.join(layer)
-            chosen = zip(slots.view(-1), sum(entries, []), strict=True)
+            chosen = zip(slots.view(-1), chain(*entries), strict=True)
             read = [(slot, entry) for slot, entry in chosen if slot >= 0]
             rows = read_slots(self.cache, layer, torch.stack([slot for slot, _ in read]))
             wanted = [entry for _, entry in read]
             assert torch.equal(rows, self.expected(layer, wanted))
-            self.cache.verify_read(layer, torch.tensor(wanted), rows)
+            self.cache.verify_read(layer, on(self.cache, wanted), rows)
 
     def hint(self) -> None:
         """A fetch that stays on its way over later steps, writes and frees."""
@@ -200,8 +202,11 @@ class Model:
             self.hinted[layer] += count
             request = self.random.choice(requests)
             _, entries = self.resolve(layer, [request], count)
-            place = {self.entry(request, p): p for p in range(request.length)}
-            self.last_hint[layer] = request, [place[entry] for entry in entries[0] if entry >= 0]
+            hinted = [entry for entry in entries[0] if entry >= 0]
+            self.last_hint[layer] = (
+                request,
+                [request.pages.index(entry // 64) * 64 + entry % 64 for entry in hinted],
+            )
 
     def finish(self) -> None:
         """Frees a request; pages nobody shares any more are poisoned, or simply left to the next owner."""
@@ -217,7 +222,7 @@ class Model:
         self.free += freed
         entries = [page * 64 + i for page in freed for i in range(64)]
         if self.random.random() < 0.5:
-            self.cache.forget(torch.tensor(entries, dtype=torch.int64))
+            self.cache.forget(on(self.cache, entries))
             for layer, oracle in enumerate(self.oracles):
                 self.join(layer)
                 oracle.forget(entries)
@@ -233,8 +238,11 @@ class Model:
             self.free = list(self.pages)
 
     def check(self) -> None:
-        live = [self.entry(r, p) for r in self.requests for p in range(r.length)]
-        self.cache.check_integrity(torch.tensor(live, dtype=torch.int64))
+        live = None
+        if self.random.random() < 0.1:
+            entries = [self.entry(r, p) for r in self.requests for p in range(r.length)]
+            live = on(self.cache, entries)
+        self.cache.check_integrity(live)
         counters = self.cache.counters()
         for layer, oracle in enumerate(self.oracles):
             assert {name: counters.per_layer[name][layer] for name in oracle.counts} == oracle.counts
@@ -244,12 +252,20 @@ class Model:
         assert len(self.free) + len(self.references) == len(self.pages)
 
 
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")),
+]
+
+
 @pytest.mark.parametrize("unit", [1, 2, 4, 8])
+@pytest.mark.parametrize("device", DEVICES)
 def test_every_read_shows_what_the_owner_wrote_in_any_interleaving(
-    unit: int, make_cache: Callable[..., TieredCache], small_layout: PageLayout
+    device: str, unit: int, make_cache: Callable[..., TieredCache], small_layout: PageLayout
 ) -> None:
     hint_slots = 6 * unit
     cache = make_cache(
+        device=device,
         unit=unit,
         layers=LAYERS,
         pages=6 + 8 * unit,
@@ -258,7 +274,7 @@ def test_every_read_shows_what_the_owner_wrote_in_any_interleaving(
         chunk_tokens=CHUNK,
         extra_slots=hint_slots,
         layout=small_layout,
-        copy_delay_s=0.0003,
+        copy_delay_s=0.0001,
     )
     model = Model(cache, random.Random(unit), hint_slots)
     operations = [model.start, model.fork, model.extend, model.decode, model.hint, model.finish, model.flush]

@@ -14,6 +14,11 @@ def random_rows(count: int, row_bytes: int, generator: torch.Generator) -> torch
     return torch.randint(0, 256, (count, row_bytes), dtype=torch.uint8, generator=generator)
 
 
+def on(cache: TieredCache, values: object, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """`values` as a tensor on the cache's device."""
+    return torch.as_tensor(values, dtype=dtype).to(cache.device)
+
+
 def write_step(
     cache: TieredCache,
     entries: torch.Tensor,

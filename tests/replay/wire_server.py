@@ -1,7 +1,8 @@
-"""A small real HTTP server that speaks what the replay client reads: SGLang's native interface, with chosen faults.
+"""A small real HTTP server that speaks what the replay client reads, with chosen faults.
 
-Outputs are a function of the prompt alone. Its prefix cache keeps whole pages of every prompt, as an infinite radix
-cache does. Runs inside a test (`serving`) or as a process of its own (`python wire_server.py --port N`).
+Outputs are a function of the prompt alone. Its prefix cache keeps whole pages of every prompt, as an infinite
+radix cache does. Runs inside a test (`serving`) or as a process of its own (`python wire_server.py --port
+N`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,8 +41,8 @@ class WireServer:
     running: int = 0
     most_running: int = 0
     token_delay_s: float = 0.0
+    sent_logprobs: list[float] = field(default_factory=list)
     counters: dict[str, int] = field(default_factory=lambda: {"selected": 0, "hits": 0, "misses": 0})
-    on_generate: Callable[[int], None] | None = None
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=1 << 26)
@@ -53,14 +54,13 @@ class WireServer:
         return app
 
     def cached(self, prompt: list[int]) -> int:
-        hit = 0
-        for end in range(self.page_size, len(prompt), self.page_size):
-            if _digest(prompt[:end]) not in self.pages:
-                break
-            hit = end
-        self.pages.update(
-            _digest(prompt[:end]) for end in range(self.page_size, len(prompt) + 1, self.page_size)
-        )
+        """Tokens of the prompt, at most all but one, in whole pages that earlier prompts had."""
+        hit, matching, chain = 0, True, b""
+        for end in range(self.page_size, len(prompt) + 1, self.page_size):
+            chain = _digest([chain.hex(), *prompt[end - self.page_size : end]])
+            matching = matching and chain in self.pages and end < len(prompt)
+            hit = end if matching else hit
+            self.pages.add(chain)
         return hit
 
     async def _health(self, request: web.Request) -> web.Response:
@@ -97,8 +97,7 @@ class WireServer:
         prompt = body["input_ids"]
         self.prompts.append(prompt)
         number = len(self.prompts)
-        if self.on_generate is not None:
-            self.on_generate(number)
+        print(f"generate {number}", flush=True)
         fault = self.faults.get(number)
         if fault == "500":
             return web.Response(status=500, text="out of luck")
@@ -112,7 +111,8 @@ class WireServer:
         seed = _digest(prompt)
         ids = [seed[i % 16] + i for i in range(count)]
         # Doubles that need all their digits.
-        logprobs = [-(seed[i % 16] + 1) / 7.3 - i / 3 + self.logprob_shift for i in range(count)]
+        logprobs = [-(seed[i % 16] + 1) / 7.3e3 - i / 3 + self.logprob_shift for i in range(count)]
+        self.sent_logprobs = logprobs
         for i in range(count):
             start = i if self.incremental else 0
             shown = [[x, t, None] for x, t in zip(logprobs[start : i + 1], ids[start : i + 1], strict=True)]
@@ -165,7 +165,7 @@ async def serving(server: WireServer) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-def _digest(tokens: list[int]) -> bytes:
+def _digest(tokens: list[Any]) -> bytes:
     return hashlib.blake2b(json.dumps(tokens).encode(), digest_size=16).digest()
 
 

@@ -1,0 +1,76 @@
+"""The console script `sglang-dsv4x`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import NamedTuple
+
+from . import __version__
+
+
+class Command(NamedTuple):
+    """A subcommand: `module` has add_arguments(parser) and `function`(args) -> exit code."""
+
+    module: str
+    function: str
+    help: str
+
+
+COMMANDS = {
+    "check": Command(
+        "check",
+        "run",
+        "say whether this installation can serve: seams, versions, device, kernels, host memory",
+    ),
+    "make-model": Command("make_model.command", "run", "write a random DeepSeek-V4 checkpoint of any shape"),
+    "replay": Command(
+        "replay.cli", "run", "replay recorded agent conversations against a server, and report"
+    ),
+    "demo": Command("demo", "run_demo", "one trace with the tier off and on, compared bit by bit"),
+    "bench": Command("bench.cli", "run", "measure on this machine what the README claims"),
+}
+
+DESCRIPTION = """\
+DeepSeek-V4 in SGLang with a tiered C4 KV cache and the radix prefix cache on.
+
+The server itself is SGLang's:
+  python -m sglang.launch_server --enable-dsv4x --model-path DIR ...
+Its --help lists our flags in a group of their own.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one subcommand. Returns its exit code: 0 when all is well, 2 for a usage error (SystemExit)."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    args = _parser(words).parse_args(words)
+    if args.command is None:
+        _parser([]).print_help()
+        return 2
+    command = COMMANDS[args.command]
+    return int(getattr(_module(command), command.function)(args))
+
+
+def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "sglang-dsv4x", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"sglang-dsv4x {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    for name, command in COMMANDS.items():
+        sub = subparsers.add_parser(name, help=command.help, description=command.help.capitalize() + ".")
+        # The others' modules import torch or SGLang, which takes seconds.
+        if words[:1] == [name]:
+            _module(command).add_arguments(sub)
+    return parser
+
+
+def _module(command: Command) -> ModuleType:
+    return importlib.import_module(f"{__package__}.{command.module}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

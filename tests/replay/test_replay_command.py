@@ -1,0 +1,210 @@
+"""`sglang-dsv4x replay` from arguments to exit code, table and JSON; each run is a process of its own."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from sglang_dsv4x.launch import Server
+from sglang_dsv4x.replay import cli
+
+Command = Callable[..., tuple[int, str, str]]
+
+HERE = str(Path(__file__).parent)
+
+
+@pytest.fixture(autouse=True)
+def launched_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """--launch starts the stand-in, which finds its module through PYTHONPATH."""
+    monkeypatch.setitem(Server.__init__.__kwdefaults__, "module", "wire_server")
+    monkeypatch.setenv("PYTHONPATH", HERE)
+
+
+@pytest.fixture
+def command(capfd: pytest.CaptureFixture[str]) -> Command:
+    """Runs the command in this process: exit code, stdout, stderr."""
+
+    def run(*argv: object) -> tuple[int, str, str]:
+        parser = argparse.ArgumentParser()
+        cli.add_arguments(parser)
+        capfd.readouterr()
+        try:
+            code = cli.run(parser.parse_args([str(word) for word in argv]))
+        except SystemExit as end:
+            code = int(end.code or 0)
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return run
+
+
+def start(*argv: object) -> subprocess.Popen[str]:
+    """The same in a process of its own, for signals."""
+    code = (
+        "import argparse, sys; from sglang_dsv4x.replay import cli; from sglang_dsv4x.launch import Server; "
+        "Server.__init__.__kwdefaults__['module'] = 'wire_server'; "
+        "p = argparse.ArgumentParser(); cli.add_arguments(p); sys.exit(cli.run(p.parse_args()))"
+    )
+    words = [sys.executable, "-c", code, *map(str, argv)]
+    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@contextlib.contextmanager
+def wire(tmp_path: Path, *argv: str) -> Iterator[str]:
+    with Server(list(argv), tmp_path / "wire.log", {"PYTHONPATH": HERE}, module="wire_server") as server:
+        yield server.base_url
+
+
+def test_a_run_prints_the_table_and_writes_the_report(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sys, "argv", ["sglang-dsv4x", "replay", "small"])
+    out = tmp_path / "out.json"
+    with wire(tmp_path, "--tier") as url:
+        code, text, err = command("small", "--base-url", url, "--json", out, "--logprobs")
+    assert code == 0, err
+    assert "turns          16 answered, 0 failed, of 16 planned" in text
+    assert "tier misses    75.0 % of the entries that decode selected" in text
+    assert "main/agent_001" in text
+    report: dict[str, Any] = json.loads(out.read_text())
+    assert report["schema"] == 1 and report["partial"] is None and len(report["turns"]) == 16
+    assert report["settings"]["logprobs"] is True and report["settings"]["seed"] == 0
+    assert report["server"]["version"] == "test" and report["command"] == ["sglang-dsv4x", "replay", "small"]
+    assert report["totals"]["cached_tokens"] == report["totals"]["theoretical_cached_tokens"] > 0
+    turn = report["turns"][0]
+    assert len(turn["logprobs"]) == len(turn["output_ids"]) == 12
+
+
+def test_comparing_finds_equal_and_different_bits(tmp_path: Path, command: Command):
+    out = tmp_path / "first.json"
+    common = ("small", "--max-turns", 4, "--logprobs", "--no-progress")
+    with wire(tmp_path) as url:
+        assert command(*common, "--base-url", url, "--json", out)[0] == 0
+        code, text, _ = command(*common, "--base-url", url, "--flush-cache", "--compare", out)
+        assert code == 0
+        assert "4 of 4 turns equal, 63 of 63 tokens equal, 63 of 63 log-probabilities bit-equal" in text
+        code, text, _ = command(*common, "--base-url", url, "--seed", 1, "--compare", out)
+        assert code == 1 and "the prompts differ" in text
+    # The last bit of a double near 1 is 2.2e-16.
+    with wire(tmp_path, "--shift", "5e-16") as url:
+        code, text, _ = command(*common, "--base-url", url, "--compare", out)
+    assert (
+        code == 1 and "63 of 63 tokens equal" in text and "log-probabilities differ from output token" in text
+    )
+
+
+def test_failed_turns_make_the_exit_code_1_and_show_in_the_table(tmp_path: Path, command: Command):
+    with wire(tmp_path, "--fault", "2", "500") as url:
+        code, text, _ = command("small", "--base-url", url, "--max-turns", 3)
+    assert code == 1
+    assert "2 answered, 1 failed (1 http), of 3 planned" in text
+    assert "failed: small-0 turn 2: http: HTTP 500: out of luck" in text
+
+
+def test_a_warm_server_is_pointed_out(tmp_path: Path, command: Command):
+    with wire(tmp_path) as url:
+        command("small", "--base-url", url, "--max-turns", 2)
+        _, text, _ = command("small", "--base-url", url, "--max-turns", 2)
+    assert "2 turns hit more than this run can have cached" in text
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["{tmp}/missing.json", "--base-url", "http://x"], "cannot be read"),
+        (["{tmp}/short.json", "--base-url", "http://x"], "short.json: line 1, column 8: not JSON"),
+        (
+            ["small", "--base-url", "http://x", "--compare", "{tmp}/empty.json"],
+            "empty.json: kind: is missing",
+        ),
+        (["small", "--base-url", "http://x", "--json", "{tmp}/no/dir.json"], "--json"),
+        (["small", "--launch", "--a 'open"], "--launch: No closing quotation"),
+        (["small"], "one of the arguments --base-url --launch is required"),
+        (["small", "--base-url"], "expected one argument"),
+        (["small", "--base-url", "http://x", "--scale", "-1"], "--scale"),
+        (["small", "--base-url", "http://x", "--max-turns", "0"], "--max-turns"),
+        (["small", "--base-url", "http://x", "--format", "other"], "--format"),
+    ],
+)
+def test_wrong_arguments_and_traces_end_with_exit_code_2(
+    tmp_path: Path, argv: list[str], words: str, command: Command
+):
+    (tmp_path / "short.json").write_text('{"id": ')
+    (tmp_path / "empty.json").write_text("{}")
+    code, out, err = command(*(word.format(tmp=tmp_path) for word in argv))
+    assert code == 2 and words in err and out == ""
+
+
+def test_a_server_that_does_not_answer_ends_with_exit_code_1(command: Command):
+    code, _, err = command("small", "--base-url", "http://127.0.0.1:9")
+    assert code == 1 and "Cannot connect to host" in err
+
+
+@pytest.mark.parametrize("as_one_string", [True, False])
+def test_a_launched_server_is_used_and_ended(tmp_path: Path, as_one_string: bool, command: Command):
+    args = ["--tier", "--miss-share", "0.5"]
+    log = tmp_path / "server.log"
+    words = [" ".join(args)] if as_one_string else args
+    code, text, err = command("small", "--max-turns", 2, "--launch-log", log, "--launch", *words)
+    assert code == 0, err
+    assert "50.0 % of the entries" in text
+    assert not processes_with(str(port_in(err)))
+
+
+def test_a_launched_server_that_dies_is_reported_with_its_log(tmp_path: Path, command: Command):
+    code, _, err = command("small", "--launch-log", tmp_path / "log", "--launch", "--die-at-start", "4")
+    assert code == 1 and "exit code 4" in err and "the pool does not fit" in err
+
+
+def test_a_launched_server_that_dies_in_the_middle_makes_a_partial_report(tmp_path: Path, command: Command):
+    out = tmp_path / "out.json"
+    argv = ("small", "--json", out, "--launch-log", tmp_path / "log", "--launch", "--fault", "3", "die")
+    code, text, _ = command(*argv)
+    assert code == 1
+    assert "PARTIAL: the server ended with exit code 3" in text
+    report = json.loads(out.read_text())
+    assert "exit code 3" in report["partial"] and len(report["turns"]) in (3, 4)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_writes_the_partial_report_and_ends_the_server(tmp_path: Path, number: int, code: int):
+    out, log = tmp_path / "out.json", tmp_path / "server.log"
+    process = start(
+        "small", "--json", out, "--no-progress", "--launch-log", log, "--launch", "--token-delay", "0.05"
+    )
+    assert process.stderr is not None
+    port = port_in(process.stderr.readline())
+    deadline = time.monotonic() + 30
+    while "generate 2" not in (log.read_text() if log.exists() else "") and time.monotonic() < deadline:
+        time.sleep(0.2)
+    process.send_signal(number)
+    text, err = process.communicate(timeout=30)
+    assert process.returncode == code and "Traceback" not in err
+    assert "PARTIAL: interrupted after" in text
+    report = json.loads(out.read_text())
+    assert report["partial"] == "interrupted" and 0 < len(report["turns"]) < 16
+    assert not processes_with(str(port))
+
+
+def port_in(stderr: str) -> int:
+    return int(stderr.split("starting a server on port ")[1].split(",")[0])
+
+
+def processes_with(argument: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if argument in process.cmdline():
+                found.append(process)
+    return found
