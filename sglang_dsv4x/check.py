@@ -205,12 +205,11 @@ def render(report: Report) -> str:
     ]
     lines.append("device      " + ", ".join(f"{value}" for value in facts["device"].values()))
     plugin = facts["plugin"]
-    lines.append(
-        f"plug-in     {plugin['entry_point'] or 'not installed'} (SGLANG_PLUGINS: {plugin['SGLANG_PLUGINS'] or 'unset'})"
-    )
-    lines.append(
-        f"platform    {plugin['platform'] or 'not installed'} (SGLANG_PLATFORM: {plugin['SGLANG_PLATFORM'] or 'unset'})"
-    )
+    for label, entry, variable in (
+        ("plug-in ", plugin["entry_point"], "SGLANG_PLUGINS"),
+        ("platform", plugin["platform"], "SGLANG_PLATFORM"),
+    ):
+        lines.append(f"{label}    {entry or 'not installed'} ({variable}: {plugin[variable] or 'unset'})")
     lines.append("memory      " + (", ".join(_memory_words(facts["host_memory"])) or "unknown"))
     seams = facts["seams"]
     good = sum(seam["ok"] for seam in seams)

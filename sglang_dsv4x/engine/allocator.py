@@ -30,7 +30,9 @@ def watch_allocator(allocator: Any, *_: Any, **__: Any) -> Any:
         )
     pool = allocator.get_kvcache()
     if not isinstance(pool, Dsv4xTokenToKVPool):
-        raise TypeError(f"--enable-dsv4x: the KV pool is {type(pool).__name__}, not ours. Run `sglang-dsv4x check`.")
+        raise TypeError(
+            f"--enable-dsv4x: the KV pool is {type(pool).__name__}, not ours. Run `sglang-dsv4x check`."
+        )
     if pool.tier is not None and pool.config.checks == "step":
         full = allocator.full_attn_allocator
         full._release_page_ids = forgetting(full._release_page_ids, pool.tier)

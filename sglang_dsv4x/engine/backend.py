@@ -57,7 +57,9 @@ class Dsv4xAttnBackend(DeepseekV4AttnBackend):
 
     # ---- once a step
 
-    def init_forward_metadata_indexer(self, core_attn_metadata: Any, *, use_prefill_cuda_graph: bool = False) -> None:
+    def init_forward_metadata_indexer(
+        self, core_attn_metadata: Any, *, use_prefill_cuda_graph: bool = False
+    ) -> None:
         """SGLang's DeepGEMM schedule is not needed: `index_scores` works from the page table."""
         return None
 
@@ -209,7 +211,9 @@ class Dsv4xAttnBackend(DeepseekV4AttnBackend):
             )
             offset = rows[0].shape[0]
             rows.append(self.kernels.unpack_kv_rows(compressed, self.config.storage))
-            indices.append(torch.where(compressed_indices < 0, -1, compressed_indices + offset).to(torch.int32))
+            indices.append(
+                torch.where(compressed_indices < 0, -1, compressed_indices + offset).to(torch.int32)
+            )
         return self.kernels.sparse_attention(
             q, torch.cat(rows), torch.cat(indices, 1), attn_sink.float(), self.softmax_scale
         )
@@ -312,7 +316,8 @@ SEAMS = [
     ),
     Seam(
         path=f"{_BACKEND}.DeepseekV4AttnBackend.__init__",
-        signature="(self, model_runner, skip_prefill=..., speculative_step_id=..., topk=..., speculative_num_steps=...)",
+        signature="(self, model_runner, skip_prefill=..., speculative_step_id=..., topk=..., "
+        "speculative_num_steps=...)",
         kind="read",
         reason="base of our backend",
     ),

@@ -34,7 +34,11 @@ def counters_of(pool: Dsv4xTokenToKVPool) -> dict[str, int]:
 
 def describe(pool: Dsv4xTokenToKVPool) -> dict[str, Any]:
     """What /server_info shows under `dsv4x`."""
-    shown: dict[str, Any] = {"tier": pool.config.tier, "config": asdict(pool.config), "counters": counters_of(pool)}
+    shown: dict[str, Any] = {
+        "tier": pool.config.tier,
+        "config": asdict(pool.config),
+        "counters": counters_of(pool),
+    }
     if pool.tier is not None:
         shape = pool.tier.shape
         shown["bytes"] = {"host": shape.host_bytes, "hot": shape.hot_bytes, "tables": shape.table_bytes}

@@ -42,15 +42,21 @@ def hc_head(
     return hc_head_torch(x, hc_fn, hc_scale, hc_base, norm_eps=self.norm_eps, hc_eps=self.hc_eps)
 
 
-def hash_top_k(self: Any, router_logits: torch.Tensor, input_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def hash_top_k(
+    self: Any, router_logits: torch.Tensor, input_ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """HashTopK's torch form; SGLang's own gathers with int32 indices, which torch refuses."""
     if self.num_fused_shared_experts:
-        raise ValueError("Fused shared experts need SGLang's CUDA kernel: pass --disable-shared-experts-fusion.")
+        raise ValueError(
+            "Fused shared experts need SGLang's CUDA kernel: pass --disable-shared-experts-fusion."
+        )
     weights, ids = moe.hash_top_k(router_logits, input_ids, self.tid2eid, self.score_func)
     return weights, ids
 
 
-def build_attention(original: Callable[..., None], self: Any, config: Any, layer_id: int, *args: Any, **kw: Any) -> None:
+def build_attention(
+    original: Callable[..., None], self: Any, config: Any, layer_id: int, *args: Any, **kw: Any
+) -> None:
     """Without YaRN in window-only layers, as DeepSeek's reference has it (SGLang's fault, fixed by its #34788)."""
     ratio = kw.get("compress_ratio")
     if ratio is None:

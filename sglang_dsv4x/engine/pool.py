@@ -99,7 +99,9 @@ class Dsv4xTokenToKVPool(DeepSeekV4TokenToKVPool):
         cls: type = DeepSeekV4SingleKVPool,
     ) -> DeepSeekV4SingleKVPool:
         if cls is not DeepSeekV4SingleKVPool:
-            raise TypeError(f"--enable-dsv4x cannot serve with SGLang's {cls.__name__}: drop --enable-hisparse.")
+            raise TypeError(
+                f"--enable-dsv4x cannot serve with SGLang's {cls.__name__}: drop --enable-hisparse."
+            )
         # SWA pages have global_page_size tokens, C4 pages a quarter of that.
         is_c4 = page_size * 4 == global_page_size
         pool_class = HotC4Pool if is_c4 and self.config.tier == "on" else LaidOutKVPool
@@ -124,7 +126,9 @@ class Dsv4xTokenToKVPool(DeepSeekV4TokenToKVPool):
         device: str,
         enable_memory_saver: bool,
     ) -> LaidOutIndexerPool:
-        return LaidOutIndexerPool(size, page_size, dtype, index_head_dim, layer_num, device, enable_memory_saver)
+        return LaidOutIndexerPool(
+            size, page_size, dtype, index_head_dim, layer_num, device, enable_memory_saver
+        )
 
     def _attach_tier(self) -> None:
         shape = tier_shape(
@@ -195,7 +199,8 @@ SEAMS = [
     ),
     Seam(
         path="sglang.srt.mem_cache.deepseek_v4_memory_pool.DeepSeekV4TokenToKVPool._make_kv_pool",
-        signature="(self, *, size, page_size, dtype, layer_num, device, enable_memory_saver, global_page_size, cls=...)",
+        signature="(self, *, size, page_size, dtype, layer_num, device, enable_memory_saver, global_page_size, "
+        "cls=...)",
         kind="read",
         reason="overridden by our pool to choose the class of the C4 pool",
     ),

@@ -183,7 +183,8 @@ def refuse_resolved(args: Any, config: Dsv4xConfig) -> None:
     found = list(args.get_model_config().hf_config.architectures or [])
     if ARCHITECTURE not in found:
         raise RefusedError(
-            f"--enable-dsv4x serves DeepSeek-V4 only: --model-path {args.model_path} is {', '.join(found) or 'unnamed'}, "
+            f"--enable-dsv4x serves DeepSeek-V4 only: --model-path {args.model_path} is "
+            f"{', '.join(found) or 'unnamed'}, "
             f"not {ARCHITECTURE}. Drop --enable-dsv4x, or give a DeepSeek-V4 checkpoint."
         )
     _refuse(RESOLVED, args, config)

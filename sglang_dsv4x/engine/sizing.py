@@ -42,7 +42,8 @@ def host_token_limit(config: Dsv4xConfig, c4_layers: int, page_size: int) -> int
         need = 2 * C4_ENTRIES_PER_PAGE * c4_layers * row / 2**30
         raise SizingError(
             f"The host store may take {allowed / 2**30:.3f} GiB, less than one page of {page_size} tokens needs "
-            f"({need:.3f} GiB). Raise --dsv4x-host-memory-gb (free now: {free / 2**30:.2f} GiB) or use --dsv4x-tier off."
+            f"({need:.3f} GiB). Raise --dsv4x-host-memory-gb (free now: {free / 2**30:.2f} GiB) or use "
+            "--dsv4x-tier off."
         )
     return tokens
 
@@ -64,7 +65,9 @@ class Dsv4xPoolConfigurator(DSV4PoolConfigurator):
         config = load_published()
         if config.tier == "on":
             if self.num_layers_ca4 == 0:
-                raise SizingError("This model has no C4 layer, so there is nothing to page: use --dsv4x-tier off.")
+                raise SizingError(
+                    "This model has no C4 layer, so there is nothing to page: use --dsv4x-tier off."
+                )
             limit = host_token_limit(config, self.num_layers_ca4, page_size)
             if full_token > limit:
                 logger.warning(

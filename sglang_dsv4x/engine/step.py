@@ -64,7 +64,9 @@ def describe_step(core: DSV4AttnMetadata, forward_batch: ForwardBatch) -> Step:
     )
 
 
-def recently_used(core: DSV4AttnMetadata, forward_batch: ForwardBatch, step: Step, top_k: int) -> torch.Tensor | None:
+def recently_used(
+    core: DSV4AttnMetadata, forward_batch: ForwardBatch, step: Step, top_k: int
+) -> torch.Tensor | None:
     """bool [T]: does the entry that the token completes belong to its request's last `top_k` entries?
 
     A long prefill enters its older entries at the least-recently-used end, so that it does not wipe the hot set.

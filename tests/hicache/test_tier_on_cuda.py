@@ -7,10 +7,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tier_oracle import on, random_rows, read_slots
-
 from sglang_dsv4x.hicache import IntegrityError, TieredCache, TierError
 from sglang_dsv4x.hicache.copy_stream import CudaCopyStream
+from tier_oracle import on, random_rows, read_slots
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
