@@ -20,7 +20,7 @@ CPU_PLATFORM := sglang_dsv4x/engine/cpu_platform
 STAMP := $(VENV)/.installed-$(RECIPE)
 TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
-.PHONY: help venv demo test lint gpu-test bench clean
+.PHONY: help venv demo test lint gpu-test clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,9 +36,6 @@ test: lint ## lint, and all tests that need no GPU
 
 gpu-test: $(STAMP) ## the tests that need a CUDA device
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
-
-bench: $(STAMP) ## measure on this machine
-	$(BIN)/sglang-dsv4x bench
 
 clean: ## remove the venv, caches and build results
 	rm -rf $(VENV) .cache build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache $(CPU_PLATFORM)/dist

@@ -31,7 +31,6 @@ COMMANDS = {
         "replay.cli", "run", "replay recorded agent conversations against a server, and report"
     ),
     "demo": Command("demo", "run_demo", "one trace with the tier off and on, compared bit by bit"),
-    "bench": Command("bench.cli", "run", "measure on this machine what the README claims"),
 }
 
 DESCRIPTION = """\

@@ -24,6 +24,7 @@ def cold_cache(make_cache: Callable[..., TieredCache], **options: float) -> tupl
         cache.write(layer, entries, rows)
     written = cache._shadow.written.clone()
     cache.reset()
+    cache._pages.zero_()  # the same slots will be claimed again
     cache._shadow.written.copy_(written)
     cache.begin_step(on(cache, [0]))
     return cache, rows
