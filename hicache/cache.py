@@ -92,7 +92,7 @@ class TieredCache:
         cache.
 
         Args:
-            written: int64 [W], one per token of the step: the entry that the token completes, or 0.
+            written: int64 (or int32) [W], one per token of the step: the entry that the token completes, or 0.
                 Duplicates are allowed; entries of page 0 are dropped.
             last_used_again: bool [W]; False: the entry enters at the least-recently-used end, for a prefill's
                 older entries. None: all True.
@@ -110,7 +110,7 @@ class TieredCache:
         if replaced is not None:
             self._counters.add_replaced(replaced)
         if self._shadow is not None:
-            self._shadow.announce(written[written >= C4_ENTRIES_PER_PAGE])
+            self._shadow.announce(written[written >= C4_ENTRIES_PER_PAGE].long())
 
     def write(self, layer: int, entries: torch.Tensor, rows: torch.Tensor) -> None:
         """A layer's completed rows go to their slots and through to their host rows. Modifies the cache.
@@ -120,13 +120,14 @@ class TieredCache:
         them.
 
         Args:
-            entries: int64 [W], as announced to `begin_step`; those of page 0 are dropped with their rows.
+            entries: int64 (or int32) [W], as announced to `begin_step`; those of page 0 are dropped with their rows.
             rows: u8 [W, row_bytes].
         Raises: TierError for an entry that was not announced.
         """
         real = (entries >= C4_ENTRIES_PER_PAGE).nonzero().squeeze(1)
         if real.shape[0] != entries.shape[0]:
             entries, rows = entries.index_select(0, real), rows.index_select(0, real)
+        entries = entries.long()
         if entries.shape[0] == 0:
             return
         for fetch in self._outstanding[layer]:

@@ -173,7 +173,7 @@ def claim_writes(
     The entries' slots turn WRITING: a copy that is there belongs to a previous owner of the location.
 
     Args:
-        entries: int64 [W], in any order, duplicates allowed; those of page 0 are SGLang's dummies and
+        entries: int64 (or int32) [W], in any order, duplicates allowed; those of page 0 are SGLang's dummies and
             dropped.
         used_again: bool [W]; False: enters at the least-recently-used end. None: all True.
         step: this step, larger than the last one.
@@ -182,7 +182,7 @@ def claim_writes(
     Raises: TableError when a layer has too few replaceable groups.
     """
     real = entries >= C4_ENTRIES_PER_PAGE
-    entries = entries.masked_select(real)  # device-side count
+    entries = entries.masked_select(real).long()  # device-side count
     if entries.shape[0] == 0:
         return None
     unit, spare = tables.unit, tables.groups

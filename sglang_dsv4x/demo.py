@@ -22,7 +22,7 @@ from sglang_dsv4x.make_model import MakeModelError, make_model
 from sglang_dsv4x.replay import compare, report, table
 from sglang_dsv4x.replay.client import RequestError, Sampling
 from sglang_dsv4x.replay.formats import load_trace, trace_path
-from sglang_dsv4x.replay.interrupt import run_until_signal
+from sglang_dsv4x.replay.interrupt import exit_code, run_until_signal, sigterm_interrupts
 from sglang_dsv4x.replay.progress import Progress
 from sglang_dsv4x.replay.records import Run
 from sglang_dsv4x.replay.session import Settings, State, replay
@@ -75,13 +75,14 @@ def run_demo(args: argparse.Namespace, serve: Serve = Server) -> int:
         make_model(config, out / "model", seed=0, force=True)
         for tier in ("off", "on"):
             argv = server_arguments(out / "model", tier, int(config["index_topk"]))
-            runs[tier] = _replayed(tier, argv, out, args, serve)
+            with sigterm_interrupts():
+                runs[tier] = _replayed(tier, argv, out, args, serve)
     except (MakeModelError, LaunchError, RequestError, OSError) as error:
         return _stop(str(error), 1)
     except DemoStopped as error:
         return _stop(str(error), error.code)
-    except KeyboardInterrupt:
-        return _stop("interrupted", 130)
+    except KeyboardInterrupt as error:
+        return _stop("interrupted", exit_code(error))
     print(closing_table(runs["off"], runs["on"]))
     faults = verdict(runs["off"], runs["on"])
     for fault in faults:

@@ -107,16 +107,18 @@ class Server:
         # SIGTERM only to the main process, which ends its children: one that dies first looks like a crash to
         # it, and it waits for a diagnosis. It also waits for running requests, stalled ones for ever: hence
         # the time-out.
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout_s)
-        self._note_strays()
-        for left in self._alive():
-            with contextlib.suppress(psutil.Error):
-                left.kill()
-        process.wait()
-        while self._alive():
-            time.sleep(0.05)
+        try:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout_s)
+        finally:  # an impatient Ctrl-C must not leave a server behind either
+            self._note_strays()
+            for left in self._alive():
+                with contextlib.suppress(psutil.Error):
+                    left.kill()
+            process.wait()
+            while self._alive():
+                time.sleep(0.05)
 
     def log_tail(self, lines: int = _TAIL_LINES) -> str:
         """The last lines of the log, empty when there is none."""

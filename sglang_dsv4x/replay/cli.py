@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import shlex
-import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from sglang_dsv4x.replay import compare, report, table
 from sglang_dsv4x.replay.arguments import add_arguments
 from sglang_dsv4x.replay.client import RequestError, Sampling
 from sglang_dsv4x.replay.formats import TraceError, load_trace, trace_path
-from sglang_dsv4x.replay.interrupt import run_until_signal
+from sglang_dsv4x.replay.interrupt import exit_code, run_until_signal, sigterm_interrupts
 from sglang_dsv4x.replay.progress import Progress
 from sglang_dsv4x.replay.records import Run
 from sglang_dsv4x.replay.runner import Pace
@@ -41,14 +40,14 @@ def run(args: argparse.Namespace) -> int:
         return _complain(error, 2)
     state, progress = State(), Progress(enabled=not args.no_progress)
     try:
-        with _server(args, argv) as server:
+        with sigterm_interrupts(), _server(args, argv) as server:
             url = args.base_url if server is None else server.base_url
             gone = (lambda: None) if server is None else server.ended
             work = replay(url, conversations, settings_of(args), state, progress, gone)
             signalled = run_until_signal(work)
             progress.close()
-    except KeyboardInterrupt:
-        signalled = signal.SIGINT
+    except KeyboardInterrupt as error:
+        return _complain("interrupted before the first turn", exit_code(error))
     except (PlanError, VocabularyError) as error:
         return _complain(error, 2)
     except (LaunchError, RequestError) as error:
@@ -56,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     finally:
         progress.close()
     if state.run is None:
-        return _complain("interrupted before the first turn", 128 + (signalled or signal.SIGINT))
+        return _complain("interrupted before the first turn", 128 + (signalled or 0))
     if signalled is not None:
         state.run.partial = "interrupted"
     code = _show(state.run, args.json, other)

@@ -86,17 +86,13 @@ async def read_tier_counters(client: Client) -> dict[str, int] | None:
     """
     info = await client.get_json("/server_info")
     totals: dict[str, int] = {}
-    found = False
     for state in _states(info):
         tier = state.get(TIER_KEY)
         counters = tier.get("counters") if isinstance(tier, dict) else None
-        if not isinstance(counters, dict):
-            continue
-        found = True
-        for name, value in counters.items():
+        for name, value in counters.items() if isinstance(counters, dict) else ():
             if type(value) is int:
                 totals[name] = totals.get(name, 0) + value
-    return totals if found else None
+    return totals or None
 
 
 def counter_difference(before: dict[str, int] | None, after: dict[str, int] | None) -> dict[str, int] | None:

@@ -185,9 +185,7 @@ def test_an_interrupt_writes_the_partial_report_and_ends_the_server(tmp_path: Pa
     )
     assert process.stderr is not None
     port = port_in(process.stderr.readline())
-    deadline = time.monotonic() + 30
-    while "generate 2" not in (log.read_text() if log.exists() else "") and time.monotonic() < deadline:
-        time.sleep(0.2)
+    wait_for(log, "generate 2")
     process.send_signal(number)
     text, err = process.communicate(timeout=30)
     assert process.returncode == code and "Traceback" not in err
@@ -195,6 +193,26 @@ def test_an_interrupt_writes_the_partial_report_and_ends_the_server(tmp_path: Pa
     report = json.loads(out.read_text())
     assert report["partial"] == "interrupted" and 0 < len(report["turns"]) < 16
     assert not processes_with(str(port))
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_while_the_server_starts_ends_it(tmp_path: Path, number: int, code: int):
+    log = tmp_path / "server.log"
+    process = start("small", "--launch-log", log, "--launch", "--slow-start")
+    assert process.stderr is not None
+    port = port_in(process.stderr.readline())
+    wait_for(log, "loading")
+    process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == code and "interrupted before the first turn" in err and out == ""
+    assert not processes_with(str(port))
+
+
+def wait_for(log: Path, words: str) -> None:
+    deadline = time.monotonic() + 30
+    while words not in (log.read_text() if log.exists() else ""):
+        assert time.monotonic() < deadline, f"{words!r} never came"
+        time.sleep(0.1)
 
 
 def port_in(stderr: str) -> int:

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import sys
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -174,6 +175,7 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--die-at-start", type=int)
+    parser.add_argument("--slow-start", action="store_true")
     parser.add_argument("--ignore-sigterm", action="store_true")
     parser.add_argument("--children", action="store_true")
     parser.add_argument("--shift", type=float, default=0.0)
@@ -185,6 +187,9 @@ def main() -> None:
     if args.die_at_start is not None:
         print("RuntimeError: the pool does not fit", file=sys.stderr)
         sys.exit(args.die_at_start)
+    if args.slow_start:
+        print("loading", flush=True)
+        time.sleep(600)
     if args.ignore_sigterm:
         import signal
 
