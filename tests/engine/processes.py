@@ -25,7 +25,7 @@ class Ended(NamedTuple):
 
 
 def run_python(
-    words: Sequence[str], folder: Path, env: Mapping[str, str] | None = None, timeout_s: float = 120
+    words: Sequence[str], folder: Path, env: Mapping[str, str] | None = None, timeout_s: float = 300
 ) -> Ended:
     """`python WORDS`, with `env` on top of ours. On a time-out everything is killed and TimeoutExpired is raised."""
     log, start = folder / "output.log", time.monotonic()
@@ -50,7 +50,7 @@ def run_python(
 
 
 def launch_server(
-    words: Sequence[str], folder: Path, env: Mapping[str, str] | None = None, timeout_s: float = 120
+    words: Sequence[str], folder: Path, env: Mapping[str, str] | None = None, timeout_s: float = 300
 ) -> Ended:
     """A server that is expected to refuse: one that serves instead runs into the time-out."""
     fixed = [
