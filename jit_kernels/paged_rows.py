@@ -147,7 +147,7 @@ def _words(rows: torch.Tensor, word: torch.dtype) -> torch.Tensor:
     """A view of the bytes [N, B] as words [N, B / itemsize]."""
     if rows.storage_offset() % word.itemsize:
         raise ValueError(f"a buffer of pages or rows must start at a multiple of {word.itemsize} bytes")
-    if rows.shape[0] == 1:
-        # torch calls a single row contiguous whatever its stride, and then refuses to view it as wider words.
-        return rows.reshape(-1).view(word).unsqueeze(0)
+    if rows.shape[0] <= 1:
+        # torch calls one row, or none, contiguous whatever the stride, and then refuses to view it as wider words.
+        return rows.reshape(-1).view(word).view(rows.shape[0], rows.shape[1] // word.itemsize)
     return rows.view(word)
