@@ -30,6 +30,7 @@ COMMANDS = {
     "replay": Command(
         "replay.cli", "run", "replay recorded agent conversations against a server, and report"
     ),
+    "bench": Command("bench.command", "run", "measure: one of the programs behind the README's numbers"),
     "demo": Command("demo", "run_demo", "one trace with the tier off and on, compared bit by bit"),
 }
 
@@ -60,7 +61,9 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"sglang-dsv4x {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     for name, command in COMMANDS.items():
-        sub = subparsers.add_parser(name, help=command.help, description=command.help.capitalize() + ".")
+        sub = subparsers.add_parser(
+            name, help=command.help, description=command.help[:1].upper() + command.help[1:] + "."
+        )
         # The others' modules import torch or SGLang, which takes seconds.
         if words[:1] == [name]:
             _module(command).add_arguments(sub)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -68,15 +68,16 @@ def run_demo(args: argparse.Namespace, serve: Serve = Server) -> int:
     selected missed the hot cache; 1 when not, or when something failed; 130 when interrupted.
     """
     out = args.out.expanduser().resolve()
-    config = configs.load(MODEL)
     runs: dict[str, Run] = {}
     try:
         print(f"model: {MODEL}, random weights, in {out / 'model'}", flush=True)
-        make_model(config, out / "model", seed=0, force=True)
+        make_model(configs.load(MODEL), out / "model", seed=0, force=True)
         for tier in ("off", "on"):
-            argv = server_arguments(out / "model", tier, int(config["index_topk"]))
+            argv = server_arguments(out / "model", tier)
             with sigterm_interrupts():
-                runs[tier] = _replayed(tier, argv, out, args, serve)
+                runs[tier] = replayed(
+                    tier, argv, out, serve, max_turns=args.max_turns, progress=not args.no_progress
+                )
     except (MakeModelError, LaunchError, RequestError, OSError) as error:
         return _stop(str(error), 1)
     except DemoStopped as error:
@@ -93,18 +94,29 @@ def run_demo(args: argparse.Namespace, serve: Serve = Server) -> int:
     return 1 if faults else 0
 
 
-def server_arguments(model: Path, tier: str, top_k: int) -> list[str]:
-    """Arguments of `launch_server` for the demonstration: chunks and hot cache small against the contexts."""
-    smallest = TierShape(
+def smallest_hot_entries(max_requests: int, chunk_tokens: int, fetch_unit: int) -> int:
+    """The fewest --dsv4x-hot-entries that a server on the tiny model accepts: `TierShape.bound`."""
+    return TierShape(
         layers=1,
         entries=2 * C4_ENTRIES_PER_PAGE,
         slots=0,
-        unit=FETCH_UNIT,
+        unit=fetch_unit,
         layout=main_layout(C4_ENTRIES_PER_PAGE),
-        top_k=top_k,
-        max_requests=MAX_REQUESTS,
-        chunk_tokens=CHUNK_TOKENS,
+        top_k=int(configs.load(MODEL)["index_topk"]),
+        max_requests=max_requests,
+        chunk_tokens=chunk_tokens,
     ).bound
+
+
+def server_arguments(
+    model: Path,
+    tier: str,
+    *,
+    chunk_tokens: int = CHUNK_TOKENS,
+    fetch_unit: int = FETCH_UNIT,
+    extra: Sequence[str] = (),
+) -> list[str]:
+    """Arguments of `launch_server` for the demonstration: chunks and hot cache small against the contexts."""
     values: dict[str, Any] = {
         "--model-path": model,
         "--device": "cpu",
@@ -112,15 +124,15 @@ def server_arguments(model: Path, tier: str, top_k: int) -> list[str]:
         # small.
         "--max-total-tokens": 32768,
         "--max-running-requests": MAX_REQUESTS,
-        "--chunked-prefill-size": CHUNK_TOKENS,
+        "--chunked-prefill-size": chunk_tokens,
         # The default 0.1 leaves a window pool of a few pages, on which stock's scheduler can spin for ever.
         "--swa-full-tokens-ratio": 0.5,
         "--dsv4x-tier": tier,
-        "--dsv4x-fetch-unit": FETCH_UNIT,
-        "--dsv4x-hot-entries": smallest,
+        "--dsv4x-fetch-unit": fetch_unit,
+        "--dsv4x-hot-entries": smallest_hot_entries(MAX_REQUESTS, chunk_tokens, fetch_unit),
     }
     flags = ["--enable-dsv4x", "--skip-server-warmup"]
-    return [*flags, *(str(word) for pair in values.items() for word in pair)]
+    return [*flags, *(str(word) for pair in values.items() for word in pair), *extra]
 
 
 def closing_table(off: Run, on: Run) -> str:
@@ -178,30 +190,42 @@ def verdict(off: Run, on: Run) -> list[str]:
     return faults
 
 
-def _replayed(tier: str, argv: list[str], out: Path, args: argparse.Namespace, serve: Serve) -> Run:
-    log = out / f"{tier}.log"
-    print(f"tier {tier}: python -m sglang.launch_server {' '.join(argv)}", flush=True)
-    state, progress = State(), Progress(enabled=not args.no_progress, label=f"tier {tier}")
-    settings = Settings(sampling=Sampling(logprobs=True), max_turns=args.max_turns)
+def replayed(
+    label: str,
+    argv: list[str],
+    out: Path,
+    serve: Serve = Server,
+    *,
+    max_turns: int | None = None,
+    progress: bool = True,
+) -> Run:
+    """Replays the shipped trace against a server of its own and writes `out`/`label`.{log,json}.
+
+    Raises LaunchError, RequestError, DemoStopped when any turn failed, OSError.
+    """
+    log = out / f"{label}.log"
+    print(f"tier {label}: python -m sglang.launch_server {' '.join(argv)}", flush=True)
+    state, bar = State(), Progress(enabled=progress, label=f"tier {label}")
+    settings = Settings(sampling=Sampling(logprobs=True), max_turns=max_turns)
     conversations = load_trace(trace_path(TRACE), "weka")
     with serve(argv, log) as server:
         try:
             signalled = run_until_signal(
-                replay(server.base_url, conversations, settings, state, progress, server.ended)
+                replay(server.base_url, conversations, settings, state, bar, server.ended)
             )
         finally:
-            progress.close()
+            bar.close()
     if signalled is not None:
         raise DemoStopped("interrupted", 128 + signalled)
     run = state.run
     if run is None:
-        raise DemoStopped(f"tier {tier}: nothing was replayed; log: {log}")
-    report.write_json(run, sys.argv, out / f"{tier}.json")
+        raise DemoStopped(f"tier {label}: nothing was replayed; log: {log}")
+    report.write_json(run, sys.argv, out / f"{label}.json")
     if run.partial is not None:
-        raise DemoStopped(f"tier {tier}: {run.partial}\n{server.log_tail()}")
+        raise DemoStopped(f"tier {label}: {run.partial}\n{server.log_tail()}")
     for record in run.records:
         if record.error is not None:
-            raise DemoStopped(f"tier {tier}: turn {record.number} failed: {record.error}; log: {log}")
+            raise DemoStopped(f"tier {label}: turn {record.number} failed: {record.error}; log: {log}")
     return run
 
 

@@ -80,6 +80,6 @@ def test_a_model_that_cannot_be_made_stops_it(
 
 
 def test_the_hot_cache_is_as_small_as_it_may_be():
-    argv = demo.server_arguments(Path("m"), "on", top_k=64)
+    argv = demo.server_arguments(Path("m"), "on")
     # 2 (unit) * (2 requests * (64 selected + 2) + 256 / 4)
     assert argv[argv.index("--dsv4x-hot-entries") + 1] == "392"
