@@ -10,6 +10,8 @@ PYTHON ?= python3
 # torch's smaller CPU build.
 PIP_ARGS ?=
 PYTEST_ARGS ?=
+# Tests of one file share servers, so a file stays in one process. Four of them hold eight servers of a tiny model.
+PARALLEL ?= -n logical --maxprocesses 4 --dist loadfile
 # gpu: SGLang with its CUDA torch. cpu: torch, and SGLang without its CUDA dependencies.
 RECIPE ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 
@@ -24,7 +26,7 @@ TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo "Variables: PYTHON=$(PYTHON) (3.10 or newer), RECIPE=$(RECIPE) (cpu or gpu), PIP_ARGS=, PYTEST_ARGS="
+	@echo "Variables: PYTHON=$(PYTHON) (3.10 or newer), RECIPE=$(RECIPE) (cpu or gpu), PIP_ARGS=, PYTEST_ARGS=, PARALLEL= (one process)"
 
 venv: $(STAMP) ## make .venv with everything installed, for the GPU if there is one
 
@@ -32,7 +34,7 @@ demo: $(STAMP) ## replay a trace with the tier off and on, compare every output 
 	$(TEST_ENV) $(BIN)/sglang-dsv4x demo
 
 test: lint ## lint, and all tests that need no GPU
-	$(TEST_ENV) $(BIN)/python -m pytest -m "not gpu" $(PYTEST_ARGS)
+	$(TEST_ENV) $(BIN)/python -m pytest -m "not gpu" $(PARALLEL) $(PYTEST_ARGS)
 
 gpu-test: $(STAMP) ## the tests that need a CUDA device
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)

@@ -17,13 +17,13 @@ def serves_with_torch(config: Dsv4xConfig) -> bool:
 
 def engine_seams() -> list[Seam]:
     """Seams of the scheduler processes. Importing them imports SGLang's model, pool and scheduler modules."""
-    from . import allocator, backend, banner, host, metrics, model, pool, sizing
+    from . import allocator, backend_seams, banner, host, metrics, model, pool, sizing
 
     return [
         *pool.SEAMS,
         *sizing.SEAMS,
         *allocator.SEAMS,
-        *backend.SEAMS,
+        *backend_seams.SEAMS,
         *model.SEAMS,
         *metrics.SEAMS,
         *host.SEAMS,

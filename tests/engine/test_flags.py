@@ -177,3 +177,14 @@ def test_json_that_is_not_a_configuration_is_an_error_that_names_the_variable(te
 
 def test_json_takes_a_whole_number_where_a_fraction_is_allowed() -> None:
     assert Dsv4xConfig.from_json('{"host_memory_gb": 2}').host_memory_gb == 2
+
+
+def test_the_readme_lists_every_flag_with_its_choices() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text("utf-8")
+    rows = "\n".join(line.split("|")[1] for line in readme.splitlines() if line.startswith("| `--"))
+    for f in fields(Dsv4xConfig):
+        flag = flag_name(f.name)
+        choices = f.metadata.get("choices")
+        shown = flag if choices is None else f"{flag} {{{','.join(map(str, choices))}}}"
+        assert f"`{shown}`" in rows, f"README's table of flags lacks {shown}"
+    assert rows.count("`--") == len(fields(Dsv4xConfig)), "README lists a flag that does not exist"
