@@ -30,6 +30,9 @@ COMMANDS = {
     "replay": Command(
         "replay.cli", "run", "replay recorded agent conversations against a server, and report"
     ),
+    "plan": Command(
+        "capacity.command", "run", "what fits on a machine: bytes, requests and tokens, before there is one"
+    ),
     "bench": Command("bench.command", "run", "measure: one of the programs behind the README's numbers"),
     "demo": Command("demo", "run_demo", "one trace with the tier off and on, compared bit by bit"),
 }
