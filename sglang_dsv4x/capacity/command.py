@@ -11,7 +11,8 @@ from .. import configs
 from .byte_model import Settings
 from .errors import DeviceMemoryError, PlanError
 from .machine import GIB, GPUS, LINK, Machine, default_mem_fraction, gib_bytes, gpu_memory, weight_bytes
-from .plan import Plan, Question, make_plan
+from .plan import Plan, make_plan
+from .question import Question
 from .report import as_json, as_text
 from .shape import CacheShape
 from .traffic import MISS_RATE, STEP_S
@@ -55,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         + " (default: h200)",
     )
     on.add_argument("--gpu-memory", type=float, metavar="GIB", help="of one GPU, instead of --gpu")
+    on.add_argument("--gpus", type=int, metavar="N", help="GPUs in all, instead of --tp-size")
     on.add_argument(
         "--tp-size",
         "--tp",
@@ -137,7 +139,8 @@ def run(args: argparse.Namespace) -> int:
 def plan_of(args: argparse.Namespace) -> Plan:
     """On --tp-size GPUs a replica, or on the fewest with which the requests fit. Raises: PlanError,
     UnknownConfigError."""
-    sizes = TP_SIZES if args.tp_size is None else (args.tp_size,)
+    given = _given_tp_size(args)
+    sizes = TP_SIZES if given is None else (given,)
     for tp in sizes:
         try:
             return make_plan(question_of(args, tp))
@@ -145,6 +148,18 @@ def plan_of(args: argparse.Namespace) -> Plan:
             if tp == sizes[-1]:
                 raise
     raise AssertionError("unreachable: the last size raises")
+
+
+def _given_tp_size(args: argparse.Namespace) -> int | None:
+    if args.gpus is None:
+        return args.tp_size  # type: ignore[no-any-return]
+    replicas = 1 if args.enable_dp_attention else max(1, args.dp_size)
+    if args.tp_size not in (None, args.gpus // replicas) or args.gpus % replicas:
+        raise PlanError(
+            f"--gpus {args.gpus} does not agree with --tp-size {args.tp_size} and --dp-size {args.dp_size}: leave "
+            "--tp-size out, or --gpus."
+        )
+    return args.gpus // replicas
 
 
 def question_of(args: argparse.Namespace, tp: int) -> Question:

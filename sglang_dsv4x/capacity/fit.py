@@ -9,7 +9,7 @@ from typing import NamedTuple
 from .byte_model import PAGE, Settings, Sizes, objects, total
 from .errors import PlanError
 from .shape import CacheShape
-from .window import needed_window_tokens
+from .window import needed_window_tokens, smallest_window_tokens
 
 DEVICE, HOST = "device memory", "host memory"
 HOT = "hot entries (--hot-entries)"
@@ -40,11 +40,19 @@ class Fitter:
     shape: CacheShape
     settings: Settings
     budget: Budget
+    window_share: float | None = None
+    """--swa-full-tokens-ratio, where the user gave it; None: the SWA pool is sized by need."""
+
+    def needed_window(self, requests: int) -> int:
+        """SWA tokens that the requests, a chunk, and one kept prefix tail per request need."""
+        return needed_window_tokens(self.settings.chunk_tokens, requests, tails=requests)
 
     def sizes(self, tokens: int, requests: int) -> Sizes:
-        """With an SWA pool as large as the requests, a chunk, and one kept prefix tail per request need."""
-        window = needed_window_tokens(self.settings.chunk_tokens, requests, tails=requests)
-        return Sizes(tokens, window, requests)
+        """With the SWA pool that the requests need: no more than there are tokens, enough for a chunk."""
+        if self.window_share is not None:
+            return Sizes(tokens, int(tokens * self.window_share) // PAGE * PAGE, requests)
+        smallest = smallest_window_tokens(self.settings.chunk_tokens)
+        return Sizes(tokens, max(smallest, min(tokens, self.needed_window(requests))), requests)
 
     def limit(self, tokens: int, requests: int) -> str | None:
         """The first limit that `tokens` and `requests` exceed; None: they fit."""

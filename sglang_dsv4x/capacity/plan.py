@@ -2,64 +2,22 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 from . import stock
-from .byte_model import PAGE, Settings, Sizes, objects, payload_bytes, tier_shape, total
+from .byte_model import PAGE, Sizes, objects, payload_bytes, tier_shape, total
 from .errors import DeviceMemoryError, PlanError
 from .fit import DEVICE, HOST, RUNNING, Budget, Fitter, largest, whole_pages
-from .machine import GIB, LINK, Link, Machine
-from .shape import CacheShape
-from .traffic import MISS_RATE, STEP_S, Traffic, decode_traffic
+from .machine import GIB
+from .question import Question
+from .traffic import Traffic, decode_traffic
 
 TIER_ON, TIER_OFF = "tier on", "tier off"
 STOCK, STOCK_TUNED = "stock SGLang", "stock, best SWA ratio"
 
 BUSY_LINK = 0.5
 """Share of a step above which a plan warns: overlap with compute cannot hide much more."""
-
-
-@dataclass(frozen=True)
-class Question:
-    """What the user asked."""
-
-    name: str
-    shape: CacheShape
-    settings: Settings
-    machine: Machine
-    context: int
-    requests: int | None = None
-    """That must fit; None: as many as do."""
-    running: int | None = None
-    """--max-running-requests; None: as many requests of `context` as fit."""
-    miss_rate: float = MISS_RATE
-    step_s: float = STEP_S
-    link: Link = LINK
-
-    def __post_init__(self) -> None:
-        for flag, value in (
-            ("--context", self.context),
-            ("--requests", self.requests),
-            ("--max-running-requests", self.running),
-            ("--chunked-prefill-size", self.settings.chunk_tokens),
-        ):
-            if value is not None and value < 1:
-                raise PlanError(f"{flag} is {value}; give a positive number.")
-        if self.context > self.shape.max_context:
-            raise PlanError(
-                f"--context {self.context} is longer than the model's {self.shape.max_context} positions "
-                "(max_position_embeddings)."
-            )
-        if not 0 <= self.miss_rate <= 1:
-            raise PlanError(f"--miss-rate is {self.miss_rate}; give a share between 0 and 1.")
-        if not (0 < self.step_s < math.inf and 0 < self.link.bytes_per_s < math.inf):
-            raise PlanError("--step-ms and --link-gb-per-s must be positive numbers.")
-        if self.running is not None and self.requests is not None and self.requests > self.running:
-            raise PlanError(
-                f"--requests {self.requests} cannot run at once with --max-running-requests {self.running}."
-            )
 
 
 class Variant(NamedTuple):
@@ -194,12 +152,12 @@ def _stock(question: Question, resident: Fitter) -> list[Variant]:
     def at(requests: int, tuned: bool) -> stock.StockSizes:
         if not tuned:
             return stock.sizes(shape, device, requests, state_bytes=state)
-        need = resident.sizes(0, requests).window_tokens
+        need = resident.needed_window(requests)
         return stock.best_tuned(shape, device, requests, need, state_bytes=state)
 
     def holds(requests: int, tuned: bool) -> bool:
         found = at(requests, tuned)
-        need = resident.sizes(0, requests).window_tokens
+        need = resident.needed_window(requests)
         return found.tokens >= requests * each and found.window_tokens >= need
 
     variants = []

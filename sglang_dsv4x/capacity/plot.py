@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from .errors import PlanError
-from .plan import Question, Variant, variants_of
+from .plan import Variant, variants_of
+from .question import Question
 
 SHORTEST = 4096
 

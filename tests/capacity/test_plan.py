@@ -62,7 +62,7 @@ def test_flash_with_fp4_keys_has_twelve_times_stocks_tokens_and_seven_times_its_
     budget = 64 * GIB
     fitter = Fitter(FLASH, Settings(), Budget(budget, None))
     tokens = fitter.most_tokens(requests).tokens
-    best = stock.best_tuned(FLASH, budget, requests, fitter.sizes(0, requests).window_tokens)
+    best = stock.best_tuned(FLASH, budget, requests, fitter.needed_window(requests))
     assert tokens >= 12 * stock.sizes(FLASH, budget, requests).tokens
     assert tokens >= 7 * best.tokens
 
@@ -89,6 +89,7 @@ def test_replicas_and_attention_groups_share_weights_and_host_memory(
     replicas = plan(capsys, *common, "--tp-size", "2", "--dp-size", "4")["machine"]
     groups = plan(capsys, *common, "--tp-size", "8", "--dp-size", "8", "--enable-dp-attention")["machine"]
     assert (replicas["gpus"], groups["gpus"]) == (8, 8)
+    assert plan(capsys, *common, "--gpus", "8", "--dp-size", "4")["machine"] == replicas
     assert replicas["weight_bytes_per_gpu"] == pytest.approx(4 * groups["weight_bytes_per_gpu"], abs=4)
     assert replicas["host_budget_bytes"] == groups["host_budget_bytes"] == 100 * GIB
 
@@ -167,6 +168,9 @@ def test_the_table_names_every_object_and_the_limit(capsys: pytest.CaptureFixtur
         (["--model", "nowhere"], "'nowhere' is neither a known shape"),
         (["--tp-size", "1"], "leave no memory"),
         (["--tp-size", "0"], "--tp-size 0"),
+        (["--gpus", "8", "--tp-size", "4"], "--gpus 8 does not agree"),
+        (["--gpus", "8", "--dp-size", "3"], "--gpus 8 does not agree"),
+        (["--gpus", "0"], "--tp-size 0"),
         (["--mem-fraction-static", "1.5"], "--mem-fraction-static is 1.5"),
         (["--context", "2000000"], "longer than the model's 1048576 positions"),
         (["--context", "0"], "--context is 0"),
