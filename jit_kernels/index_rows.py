@@ -20,6 +20,7 @@ _GROUP = 32
 _GROUPS = INDEX_HEAD_DIM // _GROUP
 _FP4_AMAX_FLOOR = E2M1_MAX * 2.0**-126
 _FP8_AMAX_FLOOR = 1e-4
+_FOLD_LIMIT = 100
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -113,6 +114,36 @@ def quantise_index_query(q: torch.Tensor, dtype: IndexDtype, storage: Storage) -
         return torch.copysign(magnitude.mul_(scale), flat.view(magnitude.shape)).view(q.shape)
     values, scale = _round_fp8(flat)
     return values.to(torch.float32).mul_(scale).view(q.shape)
+
+
+@register("fold_index_query", "torch")
+def fold_index_query(
+    q: torch.Tensor, weights: torch.Tensor, dtype: IndexDtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Index queries (already rotated by `hadamard`) as e4m3, with what is missing in the head weights.
+
+    The scores are those of `quantise_index_query`: w * relu(q . k) = (w * s) * relu((q / s) . k) for s > 0. FP8: s is
+    the scale. MXFP4: s is the power of two that brings the largest value of a head to at most 448; e4m3 then holds
+    every value exactly whose group's scale is at most 14 powers of two below that of the largest group, and the rest
+    to within 2^-17 of the head's largest value.
+
+    Args:
+        q: fp32 [T, H, 128].
+        weights: fp32 [T, H].
+    Returns: e4m3 [T, H, 128], fp32 [T, H]. An inf or NaN makes its head NaN (FP8: its value).
+    """
+    if dtype == "fp8":
+        values, scale = _round_fp8(q.reshape(-1, INDEX_HEAD_DIM))
+        return values.view(q.shape), weights * scale.view(weights.shape)
+    grid = quantise_index_query(q, dtype, "released").view(-1, INDEX_HEAD_DIM)
+    top = grid.abs().amax(-1)
+    exponent = ue8m0_scale(top.clamp_min(E4M3_MAX * 2.0**-_FOLD_LIMIT), E4M3_MAX).clamp_max_(
+        127 + _FOLD_LIMIT
+    )
+    folded = (grid * ue8m0_inverse(exponent).unsqueeze(-1)).clamp_(-E4M3_MAX, E4M3_MAX)
+    folded.masked_fill_((top.isnan() | top.isinf()).unsqueeze(-1), float("nan"))
+    scaled = weights * (exponent << 23).view(torch.float32).view(weights.shape)
+    return folded.view(q.shape).to(torch.float8_e4m3fn), scaled
 
 
 def _round_fp4(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

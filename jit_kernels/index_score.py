@@ -29,6 +29,8 @@ def index_scores(
     page_table: torch.Tensor,
     query_request: torch.Tensor,
     lens: torch.Tensor,
+    width: int | None = None,
+    clean: bool = True,
 ) -> torch.Tensor:
     """Scores of every query against the index keys of its request.
 
@@ -36,18 +38,23 @@ def index_scores(
     loop over requests. Temporaries stay below 128 MiB; the result itself is T * max(lens) * 4 bytes.
 
     Args:
-        q: fp32 [T, H, 128], from `quantise_index_query`.
-        weights: fp32 [T, H].
+        q: fp32 [T, H, 128] from `quantise_index_query`, or e4m3 [T, H, 128] from `fold_index_query`.
+        weights: fp32 [T, H]; with an e4m3 query, those that `fold_index_query` returned.
         index_pages: u8 [P, layout.page_bytes].
         page_table: int32 [B, pages]: page of the entries 64 i .. 64 i + 63 of each request; what lies beyond
             a request's length may hold any number.
         query_request: int64 [T], row of `page_table` for each query, non-decreasing.
         lens: int32 [T], number of entries that the query sees.
-    Returns: fp32 [T, max(lens)], -inf at and beyond lens[t].
+        width: columns of the result, at least max(lens). None is max(lens), which the host then waits for; a
+            captured graph needs a number.
+        clean: whether columns at and beyond lens[t] must be -inf. False leaves them to the backend, for a
+            reader that goes by `lens`.
+    Returns: fp32 [T, width], -inf at and beyond lens[t].
     """
-    longest = int(lens.max()) if lens.numel() else 0
+    q = q.to(torch.float32)
+    longest = width if width is not None else int(lens.max()) if lens.numel() else 0
     scores = q.new_full((q.shape[0], longest), float("-inf"), dtype=torch.float32)
-    if longest == 0:
+    if scores.numel() == 0:
         return scores
     pages = page_table[:, : -(-longest // layout.entries)].clamp(0, index_pages.shape[0] - 1)
     if bool((query_request[1:] > query_request[:-1]).all()):

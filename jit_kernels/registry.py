@@ -23,6 +23,8 @@ _DEVICE_TYPES: dict[str, frozenset[str] | None] = {
 }
 
 _registered: dict[str, dict[str, Callable[..., Any]]] = {}
+# (op, backend) -> the only compute capability that it runs on; absent: any.
+_capabilities: dict[tuple[str, str], tuple[int, int]] = {}
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -49,9 +51,13 @@ class Kernels:
         raise AttributeError(f"no op {op!r} is registered; there are: {', '.join(sorted(self.chosen))}")
 
 
-def register(op: str, backend: str) -> Callable[[_Function], _Function]:
+def register(
+    op: str, backend: str, capability: tuple[int, int] | None = None
+) -> Callable[[_Function], _Function]:
     """Decorator: records the function as `backend` of `op` and returns it unchanged.
 
+    Args:
+        capability: the one compute capability of a GPU that it runs on, (9, 0) for Hopper; None is any.
     Raises: ValueError for an unknown backend, or for a second function under the same op and backend.
     """
     if backend not in _DEVICE_TYPES:
@@ -66,6 +72,8 @@ def register(op: str, backend: str) -> Callable[[_Function], _Function]:
         ):
             raise ValueError(f"{op}: backend {backend!r} is already {other.__module__}.{other.__qualname__}")
         known[backend] = function
+        if capability is not None:
+            _capabilities[op, backend] = capability
         return function
 
     return record
@@ -107,14 +115,20 @@ def _ops() -> list[str]:
     return sorted(_registered)
 
 
-def _runs_on(backend: str, device: torch.device) -> bool:
+def _runs_on(op: str, backend: str, device: torch.device) -> bool:
     types = _DEVICE_TYPES[backend]
-    return types is None or device.type in types
+    if types is not None and device.type not in types:
+        return False
+    needed = _capabilities.get((op, backend))
+    # Without a GPU, as when `check` describes what would serve on one, nothing is known that speaks against it.
+    return (
+        needed is None or not torch.cuda.is_available() or torch.cuda.get_device_capability(device) == needed
+    )
 
 
 def _choose(op: str, requested: str, device: torch.device) -> str:
     backends = _registered[op]
-    usable = [b for b in _DEVICE_TYPES if b in backends and _runs_on(b, device)]
+    usable = [b for b in _DEVICE_TYPES if b in backends and _runs_on(op, b, device)]
     if requested == AUTO:
         if not usable:
             raise KernelError(
@@ -123,7 +137,11 @@ def _choose(op: str, requested: str, device: torch.device) -> str:
             )
         return usable[0]
     if requested not in usable:
-        reason = f"does not run on {device.type}" if requested in backends else "is not registered"
+        reason = "is not registered"
+        if requested in backends:
+            needed = _capabilities.get((op, requested))
+            other = f" of another compute capability than {needed[0]}.{needed[1]}" if needed else ""
+            reason = f"does not run on {device.type}{other}"
         raise KernelError(
             f"op {op}: backend {requested!r} {reason} ({FLAG} {requested}); it has: {', '.join(backends)}. "
             f"Use {FLAG} auto, which takes the fastest backend that runs on this device, op by op"

@@ -9,6 +9,7 @@ import pytest
 import torch
 from byte_readers import e2m1, e4m3, nearest_code, power_of_two_scale, ue8m0
 from sglang_dsv4x.jit_kernels.index_rows import (
+    fold_index_query,
     hadamard,
     pack_index_rows,
     quantise_index_query,
@@ -154,3 +155,31 @@ def test_no_rows(dtype, storage) -> None:
     assert rows.shape == (0, index_layout(dtype, storage).row_bytes)
     assert unpack_index_rows(rows, dtype, storage).shape == (0, 128)
     assert quantise_index_query(torch.empty(0, 3, 128), dtype, storage).shape == (0, 3, 128)
+
+
+@pytest.mark.parametrize("dtype", ["fp4", "fp8"])
+def test_folded_query_gives_the_same_products(dtype) -> None:
+    q = torch.randn(3, 5, 128) * torch.logspace(-6, 6, 15).view(3, 5, 1)
+    weights = torch.randn(3, 5)
+    folded, scaled = fold_index_query(q, weights, dtype)
+    assert folded.dtype == torch.float8_e4m3fn
+    want = quantise_index_query(q, dtype, "released") * weights[..., None]
+    torch.testing.assert_close(folded.float() * scaled[..., None], want, rtol=1e-6, atol=0)
+
+
+def test_folded_fp4_query_rounds_only_what_is_far_below_its_largest_value() -> None:
+    q = torch.randn(4, 1, 4, 32) * 2.0 ** torch.tensor([[0, -14, -20, -40]]).view(1, 1, 4, 1)
+    folded, scaled = fold_index_query(q.view(4, 1, 128), torch.ones(4, 1), "fp4")
+    got = (folded.float() * scaled[..., None]).view(4, 4, 32)
+    want = quantise_index_query(q.view(4, 1, 128), "fp4", "released").view(4, 4, 32)
+    assert torch.equal(got[:, 0], want[:, 0])
+    error = (got - want).abs().amax((1, 2)) / want.abs().amax((1, 2))
+    assert 0 < error.max() <= 2.0**-17
+
+
+def test_folded_faulty_query_is_nan() -> None:
+    q = torch.randn(2, 2, 128)
+    q[0, 1, 3], q[1, 0, 5] = float("nan"), float("inf")
+    folded, _ = fold_index_query(q, torch.ones(2, 2), "fp4")
+    assert folded.float().isnan().all(-1).tolist() == [[False, True], [True, False]]
+    assert folded.float().isnan().any(-1).tolist() == [[False, True], [True, False]]

@@ -15,6 +15,7 @@ OPS = {
     "pack_index_rows",
     "unpack_index_rows",
     "quantise_index_query",
+    "fold_index_query",
     "index_scores",
     "select_top_k",
     "sparse_attention",
@@ -78,6 +79,18 @@ def test_an_explicit_backend_that_an_op_lacks_is_refused_by_name(one_op, request
         select(requested, device)
     for part in ("op a", repr(requested), reason, "--dsv4x-kernels", "auto"):
         assert part in str(error.value)
+
+
+def test_a_kernel_for_one_compute_capability_serves_on_that_alone(one_op, monkeypatch) -> None:
+    _add("a", "torch")
+    register("a", "cuda", capability=(9, 0))(lambda: "cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert select("auto", CUDA).chosen == {"a": "cuda"}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert select("auto", CUDA).chosen == {"a": "torch"}
+    with pytest.raises(KernelError, match=r"does not run on cuda of another compute capability than 9\.0"):
+        select("cuda", CUDA)
 
 
 def test_an_op_that_runs_nowhere_here_is_refused(one_op) -> None:
