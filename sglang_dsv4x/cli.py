@@ -33,6 +33,9 @@ COMMANDS = {
     "plan": Command(
         "capacity.command", "run", "what fits on a machine: bytes, requests and tokens, before there is one"
     ),
+    "report": Command(
+        "replay.report_command", "run", "show reports of replays, several side by side, also as a web page"
+    ),
     "bench": Command("bench.command", "run", "measure: one of the programs behind the README's numbers"),
     "demo": Command("demo", "run_demo", "one trace with the tier off and on, compared bit by bit"),
 }

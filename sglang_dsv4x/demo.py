@@ -147,7 +147,7 @@ def closing_table(off: Run, on: Run) -> str:
         ("", *totals),
         ("turns answered", *(f"{t.turns} of {off.planned_turns}" for t in both)),
         ("prompt tokens", *(f"{t.prompt_tokens:,}" for t in both)),
-        ("prefix hits", *(f"{t.cached_tokens:,} ({table.percent(t.hit_rate)})" for t in both)),
+        ("prefix hits", *(f"{t.cached_tokens or 0:,} ({table.percent(t.hit_rate)})" for t in both)),
         (
             "with an infinite cache",
             *(f"{t.theoretical_cached_tokens:,} ({table.percent(t.theoretical_hit_rate)})" for t in both),
@@ -220,7 +220,7 @@ def replayed(
     run = state.run
     if run is None:
         raise DemoStopped(f"tier {label}: nothing was replayed; log: {log}")
-    report.write_json(run, sys.argv, out / f"{label}.json")
+    report.write_json([run], sys.argv, out / f"{label}.json")
     if run.partial is not None:
         raise DemoStopped(f"tier {label}: {run.partial}\n{server.log_tail()}")
     for record in run.records:

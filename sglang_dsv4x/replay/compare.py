@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from sglang_dsv4x.replay.formats.fields import Fields
 from sglang_dsv4x.replay.records import Run
 
 TurnKey = tuple[str, int]
 
 
 class Output(NamedTuple):
-    """What one turn gave: digest of its prompt, output token ids and, where recorded, log-probabilities."""
+    """What one turn gave: digest of its prompt, output and, where recorded, log-probabilities.
+
+    `output` holds token ids, or the digest of the text from a server that sends no ids.
+    """
 
     prompt_digest: str
-    output_ids: tuple[int, ...]
+    output: tuple[int, ...] | str
     logprobs: tuple[float, ...] | None
 
 
@@ -46,23 +48,14 @@ class Comparison(NamedTuple):
 
 def outputs_of(run: Run) -> dict[TurnKey, Output | None]:
     """Outputs of a run by conversation and turn number; None for a failed turn."""
-    return {
-        (r.conversation, r.number): r.completion
-        and Output(r.prompt_digest, r.completion.output_ids, r.completion.logprobs)
-        for r in run.records
-    }
-
-
-def outputs_in(report: Fields) -> dict[TurnKey, Output | None]:
-    """The same from a JSON report. Raises TraceError for a missing or malformed field."""
     outputs: dict[TurnKey, Output | None] = {}
-    for turn in report.objects("turns"):
-        key = (turn.text("conversation"), turn.count("number", least=1))
-        if turn.has("error"):
-            outputs[key] = None
-            continue
-        logprobs = turn.numbers("logprobs") if turn.has("logprobs") else None
-        outputs[key] = Output(turn.text("prompt_digest"), turn.counts("output_ids"), logprobs)
+    for record in run.records:
+        done = record.completion
+        outputs[(record.conversation, record.number)] = done and Output(
+            record.prompt_digest,
+            done.text_digest or "" if done.output_ids is None else done.output_ids,
+            done.logprobs,
+        )
     return outputs
 
 
@@ -82,8 +75,9 @@ def compare(ours: Mapping[TurnKey, Output | None], other: Mapping[TurnKey, Outpu
         if a is None or b is None or a.prompt_digest != b.prompt_digest:
             continue
         compared += 1
-        tokens += max(len(a.output_ids), len(b.output_ids))
-        equal_tokens += _equal(a.output_ids, b.output_ids)
+        if not isinstance(a.output, str) and not isinstance(b.output, str):
+            tokens += max(len(a.output), len(b.output))
+            equal_tokens += _equal(a.output, b.output)
         if a.logprobs is None or b.logprobs is None:
             continue
         logprobs += max(len(a.logprobs), len(b.logprobs))
@@ -100,8 +94,13 @@ def _difference(a: Output | None, b: Output | None) -> str | None:
         return "not answered in both runs"
     if a.prompt_digest != b.prompt_digest:
         return "the prompts differ (seed, scale, vocabulary or trace)"
-    if a.output_ids != b.output_ids:
-        return f"tokens differ from output token {_first_unequal(a.output_ids, b.output_ids)} on"
+    if isinstance(a.output, str) or isinstance(b.output, str):
+        if type(a.output) is not type(b.output):
+            return "one server sent token ids, the other text only"
+        if a.output != b.output or not a.output:
+            return "the texts differ"
+    elif a.output != b.output:
+        return f"tokens differ from output token {_first_unequal(a.output, b.output)} on"
     if (a.logprobs is None) != (b.logprobs is None):
         return "only one run recorded log-probabilities"
     if a.logprobs is not None and b.logprobs is not None:

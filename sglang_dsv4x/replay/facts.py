@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sglang_dsv4x.replay.client import Client
+from sglang_dsv4x.replay.client import Api, RequestError
+from sglang_dsv4x.replay.http import Http
 from sglang_dsv4x.replay.tokens import Vocabulary, VocabularyError
 
 DEFAULT_PAGE_SIZE = 256  # DeepSeek-V4's in SGLang
@@ -32,59 +34,94 @@ _REPORTED = (
 
 
 class ServerFacts(NamedTuple):
-    """`longest_request` is prompt plus output in tokens, None when unknown; `reported` is for the report."""
+    """`longest_request` is prompt plus output in tokens; `page_size` is the prefix cache's granularity in
+    tokens; None when unknown. `model` is the name by which OpenAI's interface calls it; `reported` is for the
+    report.
+    """
 
-    page_size: int
+    api: Api
+    model: str | None
+    page_size: int | None
     longest_request: int | None
     model_path: str | None
     vocab_size: int | None
     reported: dict[str, Any]
 
 
-async def read_facts(client: Client) -> ServerFacts:
-    """Asks the server. Raises RequestError when it does not answer."""
-    info = await client.get_json("/server_info")
-    model = await client.get_json("/model_info")
-    path = model.get("model_path") or info.get("model_path")
-    reported = {key: info[key] for key in _REPORTED if info.get(key) is not None}
+async def read_facts(http: Http, api: Api | None = None) -> ServerFacts:
+    """Asks the server what it is. `api` None: SGLang's interface where there is one, else OpenAI's.
+
+    Raises RequestError when it does not answer, refuses the key or has neither interface.
+    """
+    info: dict[str, Any] = {}
+    try:
+        info = await http.get_json("/server_info")
+    except RequestError as error:
+        if api == "sglang" or error.kind == "connection" or error.status in (401, 403):
+            raise
+    if api is None:
+        api = "sglang" if info else "openai"
+    if api == "sglang":
+        model = await http.get_json("/model_info")
+        return _facts(api, info, model.get("model_path"), None, model)
+    listed = await http.get_json("/v1/models")
+    models = listed.get("data")
+    first = models[0] if isinstance(models, list) and models and isinstance(models[0], dict) else {}
+    name = first.get("id")
+    return _facts(api, info, first.get("root") or name, name if isinstance(name, str) else None, first)
+
+
+def _facts(api: Api, info: dict[str, Any], path: Any, name: str | None, model: dict[str, Any]) -> ServerFacts:
+    path = path or info.get("model_path")
+    reported: dict[str, Any] = {"api": api}
+    if name is not None:
+        reported["model"] = name
+    reported.update({key: info[key] for key in _REPORTED if info.get(key) is not None})
     reported.update({k: v for k, v in info.items() if "dsv4x" in k and v is not None})
     tier = [state[TIER_KEY] for state in _states(info) if isinstance(state.get(TIER_KEY), dict)]
     if tier:
         reported[TIER_KEY] = {k: v for k, v in tier[0].items() if k != "counters"}
     return ServerFacts(
-        page_size=_positive(info.get("page_size")) or DEFAULT_PAGE_SIZE,
-        longest_request=_positive(info.get("max_req_input_len")),
+        api=api,
+        model=name,
+        page_size=_positive(info.get("page_size")),
+        longest_request=_positive(info.get("max_req_input_len")) or _positive(model.get("max_model_len")),
         model_path=path if isinstance(path, str) else None,
         vocab_size=_positive(info.get("vocab_size")) or _positive(model.get("vocab_size")),
         reported=reported,
     )
 
 
-def find_vocabulary(facts: ServerFacts, vocab_size: int | None) -> Vocabulary:
-    """Ordinary token ids below `vocab_size`, or the server's, or what a readable model folder says.
+def find_vocabulary(servers: Sequence[ServerFacts], vocab_size: int | None) -> Vocabulary:
+    """Ordinary token ids that all servers have: below `vocab_size`, or the smallest of their vocabularies, as
+    each says itself or as its model folder does where it can be read here.
 
-    Special ids are left out where the model folder names them. Raises VocabularyError when nobody knows the
+    Special ids are left out where the model folder names them. Raises VocabularyError when nobody knows a
     size or it is too small.
     """
-    folder = Path(facts.model_path) if facts.model_path else None
-    config = _read_json(folder / "config.json") if folder else {}
-    size = vocab_size or facts.vocab_size or _positive(config.get("vocab_size"))
-    if size is None:
-        raise VocabularyError(
-            "The server does not say how large its vocabulary is, and its model "
-            f"({facts.model_path or 'of unknown path'}) cannot be read here. "
-            "Give it with --vocab-size (129280 for DeepSeek-V4)."
-        )
-    special = _special_ids(config, _read_json(folder / "tokenizer.json") if folder else {})
-    return Vocabulary(size, special)
+    sizes: list[int] = []
+    special: set[int] = set()
+    for facts in servers:
+        folder = Path(facts.model_path) if facts.model_path else None
+        config = _read_json(folder / "config.json") if folder else {}
+        size = vocab_size or facts.vocab_size or _positive(config.get("vocab_size"))
+        if size is None:
+            raise VocabularyError(
+                "The server does not say how large its vocabulary is, and its model "
+                f"({facts.model_path or 'of unknown path'}) cannot be read here. "
+                "Give it with --vocab-size (129280 for DeepSeek-V4)."
+            )
+        sizes.append(size)
+        special |= _special_ids(config, _read_json(folder / "tokenizer.json") if folder else {})
+    return Vocabulary(min(sizes), special)
 
 
-async def read_tier_counters(client: Client) -> dict[str, int] | None:
+async def read_tier_counters(http: Http) -> dict[str, int] | None:
     """The tier's counters since the server started, summed over data-parallel ranks; None without a tier.
 
     Raises RequestError when the server does not answer.
     """
-    info = await client.get_json("/server_info")
+    info = await http.get_json("/server_info")
     totals: dict[str, int] = {}
     for state in _states(info):
         tier = state.get(TIER_KEY)

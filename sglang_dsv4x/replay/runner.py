@@ -1,4 +1,4 @@
-"""Sends a plan to a server: agents in order, several conversations at once, pauses at a chosen scale."""
+"""Sends planned turns: each agent's in order, several conversations at once, pauses at a chosen scale."""
 
 from __future__ import annotations
 
@@ -6,81 +6,135 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
-from sglang_dsv4x.replay.client import Client, Completion, RequestError, Sampling
+from numpy.typing import NDArray
+
+from sglang_dsv4x.replay.client import Completion, RequestError, Sampling, TurnClient
 from sglang_dsv4x.replay.facts import counter_difference, read_tier_counters
+from sglang_dsv4x.replay.journal import Past
 from sglang_dsv4x.replay.plan import PlannedAgent, PlannedConversation, PlannedTurn
-from sglang_dsv4x.replay.records import Run, TurnRecord
+from sglang_dsv4x.replay.records import Run, TierSample, TurnRecord
 from sglang_dsv4x.replay.tokens import PromptMaker, Vocabulary
 
 COUNTERS_TIMEOUT_S = 10.0
+SAMPLE_EVERY_S = 5.0
+_FIRST_RETRY_S = 0.5
+_LONGEST_RETRY_S = 30.0
+
+Interleave = Literal["alternate", "together"]
 
 
 class Pace(NamedTuple):
-    """`concurrency` conversations run at once; the trace's pauses are multiplied by `think_time_scale`."""
+    """`concurrency` conversations run at once; the trace's pauses are multiplied by `think_time_scale`.
+
+    No turn is sent more than `duration_s` after the start (None: no limit). A turn that failed for a reason
+    that may pass is sent up to `retries` times again. With several servers each turn goes to all of them
+    before the next: one after the other, and another one first each time (`alternate`), or at once
+    (`together`).
+    """
 
     concurrency: int = 1
     think_time_scale: float = 0.0
+    duration_s: float | None = None
+    retries: int = 0
+    interleave: Interleave = "alternate"
 
 
 class ServerGone(Exception):
     """The server that this run launched has ended; the message says how."""
 
 
+class DurationReached(Exception):
+    """The time that the user gave is over."""
+
+
+@dataclass
+class Target:
+    """A server and the run that its turns are recorded in.
+
+    `first_counters` and `counters` are the tier's at the start and now, `before` their growth in the part of
+    the run before an interruption.
+    """
+
+    client: TurnClient
+    run: Run
+    first_counters: dict[str, int] | None = None
+    counters: dict[str, int] | None = None
+    before: dict[str, int] = field(default_factory=dict)
+
+
 class Runner:
-    """Replays planned conversations and fills a Run.
+    """Replays planned conversations against one or more servers and fills their Runs.
 
     A failed turn is recorded and the conversation goes on: no later prompt depends on an answer.
     """
 
     def __init__(
         self,
-        client: Client,
+        targets: Sequence[Target],
         vocabulary: Vocabulary,
-        run: Run,
         *,
         seed: int,
         pace: Pace,
         sampling: Sampling,
-        on_turn: Callable[[TurnRecord], None],
+        on_turn: Callable[[Run, TurnRecord, float], None],
         gone: Callable[[], str | None] = lambda: None,
+        past: Past | None = None,
     ):
-        """`on_turn` is called after each turn. `gone` returns why the server ended, None while it runs."""
-        self._client = client
+        """`on_turn` is called after each turn with the seconds since the start. `gone` returns why the server
+        ended, None while it runs.
+
+        `past` is what an interrupted run had done: its answered turns are not sent again.
+        """
+        self._targets = targets
         self._vocabulary = vocabulary
-        self._run = run
         self._seed = seed
         self._pace = pace
         self._sampling = sampling
         self._on_turn = on_turn
         self._gone = gone
+        self._past = past or Past()
         self._began = 0.0
-        self._counters: dict[str, int] | None = None
-        self._has_tier = False
+        self._turns_sent = 0
 
     async def replay(self, conversations: Sequence[PlannedConversation]) -> None:
-        """Runs all conversations, filling the Run given at construction, also when cancelled.
+        """Runs all conversations, filling the targets' Runs, also when cancelled.
 
-        Raises ServerGone when `gone` says so, RequestError when the server does not answer before the first
+        Raises ServerGone when `gone` says so, RequestError when a server does not answer before the first
         turn.
         """
-        self._began = time.perf_counter()
-        first = self._counters = await read_tier_counters(self._client)
-        self._has_tier = first is not None
+        self._began = time.perf_counter() - self._past.reached_s
+        for target in self._targets:
+            target.first_counters = target.counters = await read_tier_counters(target.client.http)
+            target.before = target.run.tier or {}
         waiting = iter(conversations)
         workers = [
             asyncio.create_task(self._work(waiting))
             for _ in range(min(self._pace.concurrency, len(conversations)))
         ]
+        sampler = asyncio.create_task(self._sample())
         try:
             await asyncio.gather(*workers)
+        except DurationReached:
+            await self._finish_those_running(workers)
+            for target in self._targets:
+                target.run.duration_reached = True
         finally:
-            for worker in workers:
-                worker.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
-            self._run.wall_s = time.perf_counter() - self._began
-            self._run.tier = counter_difference(first, await self._read_counters() or self._counters)
+            for task in (*workers, sampler):
+                task.cancel()
+            await asyncio.gather(*workers, sampler, return_exceptions=True)
+            for target in self._targets:
+                target.run.wall_s = self._now()
+                await self._take_sample(target)
+
+    async def _finish_those_running(self, workers: Sequence[asyncio.Task[None]]) -> None:
+        """Waits for the turns in flight: each worker ends before its next one."""
+        results = await asyncio.gather(*workers, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, DurationReached):
+                raise result
 
     async def _work(self, waiting: Iterator[PlannedConversation]) -> None:
         for conversation in waiting:
@@ -92,7 +146,8 @@ class Runner:
     async def _agent(
         self, conversation: PlannedConversation, agent: PlannedAgent, prompts: PromptMaker
     ) -> None:
-        await asyncio.sleep(agent.pause_s * self._pace.think_time_scale)
+        if any(self._open_targets(conversation, turn) for turn in _turns(agent)):
+            await self._pause(agent.pause_s)
         for step in agent.steps:
             if isinstance(step, PlannedTurn):
                 await self._turn(conversation, step, prompts)
@@ -102,19 +157,47 @@ class Runner:
     async def _turn(
         self, conversation: PlannedConversation, planned: PlannedTurn, prompts: PromptMaker
     ) -> None:
-        pause = planned.turn.pause_s * self._pace.think_time_scale
-        await asyncio.sleep(pause)
+        targets = self._open_targets(conversation, planned)
+        if not targets:
+            return
+        waited = await self._pause(planned.turn.pause_s)
         reason = self._gone()
         if reason is not None:
             raise ServerGone(reason)
         tokens = prompts.prompt(planned.turn, planned.number)
-        started = time.perf_counter() - self._began
+        if self._pace.interleave == "together":
+            await asyncio.gather(*(self._send(t, conversation, planned, tokens, waited) for t in targets))
+            return
+        first = self._turns_sent % len(targets)
+        self._turns_sent += 1
+        for target in targets[first:] + targets[:first]:
+            await self._send(target, conversation, planned, tokens, waited)
+
+    async def _send(
+        self,
+        target: Target,
+        conversation: PlannedConversation,
+        planned: PlannedTurn,
+        tokens: NDArray[Any],
+        waited_s: float,
+    ) -> None:
         completion: Completion | None = None
         failure: RequestError | None = None
-        try:
-            completion = await self._client.generate(tokens.tolist(), planned.output_tokens, self._sampling)
-        except RequestError as error:
-            failure = error
+        key = (target.run.name, (conversation.name, planned.number))
+        earlier = self._past.failed.get(key, ())
+        retried: list[str] = []
+        prompt = tokens.tolist()
+        while True:
+            started = self._now()
+            try:
+                completion = await target.client.generate(prompt, planned.output_tokens, self._sampling)
+                failure = None
+            except RequestError as error:
+                failure = error
+            if failure is None or not failure.transient or len(retried) == self._pace.retries:
+                break
+            retried.append(failure.kind)
+            await asyncio.sleep(min(_LONGEST_RETRY_S, _FIRST_RETRY_S * 2 ** (len(retried) - 1)))
         record = TurnRecord(
             conversation=conversation.name,
             agent=planned.agent,
@@ -124,25 +207,70 @@ class Runner:
             prompt_digest=hashlib.blake2b(tokens.astype("<i8").tobytes(), digest_size=8).hexdigest(),
             theoretical_cached=planned.theoretical_cached,
             requested_output=planned.output_tokens,
-            waited_s=pause,
+            waited_s=waited_s,
             started_s=started,
             completion=completion,
             error_kind=failure.kind if failure else None,
             error=str(failure) if failure else None,
-            tier=await self._counted() if self._pace.concurrency == 1 else None,
+            tier=await self._counted(target) if self._pace.concurrency == 1 else None,
+            retried=(*earlier, *retried),
         )
-        self._run.records.append(record)
-        self._on_turn(record)
+        target.run.records.append(record)
+        self._on_turn(target.run, record, self._now())
 
-    async def _counted(self) -> dict[str, int] | None:
+    def _open_targets(self, conversation: PlannedConversation, planned: PlannedTurn) -> list[Target]:
+        """Servers that this turn has not been sent to."""
+        key = (conversation.name, planned.number)
+        return [t for t in self._targets if (t.run.name, key) not in self._past.answered]
+
+    async def _pause(self, seconds: float) -> float:
+        """Waits for a pause of the trace at the chosen scale and returns its length in seconds.
+
+        Raises DurationReached when the run's time is over before or within it.
+        """
+        scaled = seconds * self._pace.think_time_scale
+        left = float("inf") if self._pace.duration_s is None else self._pace.duration_s - self._now()
+        if left > 0:
+            await asyncio.sleep(min(scaled, left))
+        if left <= scaled:
+            raise DurationReached
+        return scaled
+
+    async def _counted(self, target: Target) -> dict[str, int] | None:
         """Growth of the counters since the last call; with one request at a time that is the turn's own."""
-        before, self._counters = self._counters, await self._read_counters()
-        return counter_difference(before, self._counters)
+        before = target.counters
+        await self._take_sample(target)
+        return counter_difference(before, target.counters)
 
-    async def _read_counters(self) -> dict[str, int] | None:
-        if not self._has_tier:
-            return None
+    async def _sample(self) -> None:
+        """Follows the counters of servers whose turns overlap."""
+        while self._pace.concurrency > 1:
+            await asyncio.sleep(SAMPLE_EVERY_S)
+            for target in self._targets:
+                await self._take_sample(target)
+
+    async def _take_sample(self, target: Target) -> None:
+        if target.first_counters is None:
+            return
         try:
-            return await asyncio.wait_for(read_tier_counters(self._client), COUNTERS_TIMEOUT_S)
+            counters = await asyncio.wait_for(read_tier_counters(target.client.http), COUNTERS_TIMEOUT_S)
         except (RequestError, asyncio.TimeoutError):
-            return None
+            return
+        grown = counter_difference(target.first_counters, counters)
+        if grown is None:
+            return
+        target.counters = counters
+        target.run.tier = {name: value + target.before.get(name, 0) for name, value in grown.items()}
+        target.run.tier_samples.append(TierSample(self._now(), target.run.tier))
+
+    def _now(self) -> float:
+        """Seconds since the run began, those before an interruption included."""
+        return time.perf_counter() - self._began
+
+
+def _turns(agent: PlannedAgent) -> Iterator[PlannedTurn]:
+    for step in agent.steps:
+        if isinstance(step, PlannedTurn):
+            yield step
+        else:
+            yield from _turns(step)

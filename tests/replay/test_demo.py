@@ -39,7 +39,7 @@ def test_equal_bits_with_most_reads_missing_is_a_success(tmp_path: Path, capsys:
     assert "equal log-probabilities 263 of 263, bit for bit" in text
     assert "75.0 %" in text and "OK: the tier changed no output bit." in text
     for tier in ("off", "on"):
-        assert len(json.loads((tmp_path / f"{tier}.json").read_text())["turns"]) == 16
+        assert len(json.loads((tmp_path / f"{tier}.json").read_text())["runs"][0]["turns"]) == 16
 
 
 @pytest.mark.parametrize(

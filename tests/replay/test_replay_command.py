@@ -13,11 +13,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import psutil
 import pytest
 
 from sglang_dsv4x.launch import Server
 from sglang_dsv4x.replay import cli
+from sglang_dsv4x.replay.report import json_schema
 
 Command = Callable[..., tuple[int, str, str]]
 
@@ -78,11 +80,14 @@ def test_a_run_prints_the_table_and_writes_the_report(
     assert "tier misses    75.0 % of the entries that decode selected" in text
     assert "main/agent_001" in text
     report: dict[str, Any] = json.loads(out.read_text())
-    assert report["schema"] == 1 and report["partial"] is None and len(report["turns"]) == 16
+    jsonschema.validate(report, json_schema())
+    [run] = report["runs"]
+    assert report["schema"] == 2 and run["partial"] is None and len(run["turns"]) == 16
     assert report["settings"]["logprobs"] is True and report["settings"]["seed"] == 0
-    assert report["server"]["version"] == "test" and report["command"] == ["sglang-dsv4x", "replay", "small"]
-    assert report["totals"]["cached_tokens"] == report["totals"]["theoretical_cached_tokens"] > 0
-    turn = report["turns"][0]
+    assert run["server"]["version"] == "test" and report["command"] == ["sglang-dsv4x", "replay", "small"]
+    assert run["totals"]["cached_tokens"] == run["totals"]["theoretical_cached_tokens"] > 0
+    assert run["totals"]["ttft_s"]["samples"] == 16 and len(run["tier_samples"]) >= 16
+    turn = run["turns"][0]
     assert len(turn["logprobs"]) == len(turn["output_ids"]) == 12
 
 
@@ -91,14 +96,14 @@ def test_comparing_finds_equal_and_different_bits(tmp_path: Path, command: Comma
     common = ("small", "--max-turns", 4, "--logprobs", "--no-progress")
     with wire(tmp_path) as url:
         assert command(*common, "--base-url", url, "--json", out)[0] == 0
-        code, text, _ = command(*common, "--base-url", url, "--flush-cache", "--compare", out)
+        code, text, _ = command(*common, "--base-url", url, "--flush-cache", "--against", out)
         assert code == 0
         assert "4 of 4 turns equal, 63 of 63 tokens equal, 63 of 63 log-probabilities bit-equal" in text
-        code, text, _ = command(*common, "--base-url", url, "--seed", 1, "--compare", out)
+        code, text, _ = command(*common, "--base-url", url, "--seed", 1, "--against", out)
         assert code == 1 and "the prompts differ" in text
     # The last bit of a double near 1 is 2.2e-16.
     with wire(tmp_path, "--shift", "5e-16") as url:
-        code, text, _ = command(*common, "--base-url", url, "--compare", out)
+        code, text, _ = command(*common, "--base-url", url, "--against", out)
     assert (
         code == 1 and "63 of 63 tokens equal" in text and "log-probabilities differ from output token" in text
     )
@@ -125,12 +130,21 @@ def test_a_warm_server_is_pointed_out(tmp_path: Path, command: Command):
         (["{tmp}/missing.json", "--base-url", "http://x"], "cannot be read"),
         (["{tmp}/short.json", "--base-url", "http://x"], "short.json: line 1, column 8: not JSON"),
         (
-            ["small", "--base-url", "http://x", "--compare", "{tmp}/empty.json"],
-            "empty.json: kind: is missing",
+            ["small", "--base-url", "http://x", "--against", "{tmp}/empty.json"],
+            "empty.json: kind: must be 'sglang-dsv4x replay'",
         ),
         (["small", "--base-url", "http://x", "--json", "{tmp}/no/dir.json"], "--json"),
         (["small", "--launch", "--a 'open"], "--launch: No closing quotation"),
-        (["small"], "one of the arguments --base-url --launch is required"),
+        (["small"], "one of the arguments --base-url --compare --launch is required"),
+        (["small", "--base-url", "localhost:30000"], "is not a URL such as http://127.0.0.1:30000"),
+        (["small", "--compare", "http://x"], "is not NAME=URL"),
+        (["small", "--compare", "a=http://x", "a=http://y"], "the names a, a must differ"),
+        (["small", "--base-url", "http://x", "--ca-file", "{tmp}/empty.json"], "--ca-file"),
+        (["small", "--base-url", "http://x", "--ca-file", "{tmp}/none.pem"], "No such file"),
+        (["small", "--base-url", "http://x", "--html", "{tmp}"], "--html"),
+        (["small", "--base-url", "http://x", "--resume", "{tmp}/no/journal"], "--resume"),
+        (["small", "--base-url", "http://x", "--retries", "-1"], "--retries"),
+        (["small", "--base-url", "http://x", "--duration", "0"], "--duration"),
         (["small", "--base-url"], "expected one argument"),
         (["small", "--base-url", "http://x", "--scale", "-1"], "--scale"),
         (["small", "--base-url", "http://x", "--max-turns", "0"], "--max-turns"),
@@ -174,7 +188,8 @@ def test_a_launched_server_that_dies_in_the_middle_makes_a_partial_report(tmp_pa
     assert code == 1
     assert "PARTIAL: the server ended with exit code 3" in text
     report = json.loads(out.read_text())
-    assert "exit code 3" in report["partial"] and len(report["turns"]) in (3, 4)
+    [run] = report["runs"]
+    assert "exit code 3" in run["partial"] and len(run["turns"]) in (3, 4)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -191,7 +206,8 @@ def test_an_interrupt_writes_the_partial_report_and_ends_the_server(tmp_path: Pa
     assert process.returncode == code and "Traceback" not in err
     assert "PARTIAL: interrupted after" in text
     report = json.loads(out.read_text())
-    assert report["partial"] == "interrupted" and 0 < len(report["turns"]) < 16
+    [run] = report["runs"]
+    assert run["partial"] == "interrupted" and 0 < len(run["turns"]) < 16
     assert not processes_with(str(port))
 
 

@@ -1,4 +1,5 @@
-"""A small real HTTP server that speaks what the replay client reads, with chosen faults.
+"""A small real HTTP server that speaks what the replay client reads, SGLang's interface and OpenAI's, with chosen
+faults.
 
 Outputs are a function of the prompt alone. Its prefix cache keeps whole pages of every prompt, as an infinite
 radix cache does. Runs inside a test (`serving`) or as a process of its own (`python wire_server.py --port
@@ -26,7 +27,11 @@ VOCAB = 1000
 
 @dataclass
 class WireServer:
-    """`faults` maps the number of a generate request (from 1) to a fault; `tier` publishes counters."""
+    """`faults` maps the number of a generate request (from 1) to a fault; `tier` publishes counters.
+
+    `native` False: only OpenAI's interface is there. `strict` refuses fields that OpenAI does not have.
+    `per_event` tokens come in one event. `forget` drops the whole cache before the request of that number.
+    """
 
     page_size: int = 256
     tier: bool = False
@@ -42,21 +47,47 @@ class WireServer:
     running: int = 0
     most_running: int = 0
     token_delay_s: float = 0.0
+    native: bool = True
+    api_key: str | None = None
+    strict: bool = False
+    per_event: int = 1
+    cache_report: bool = True
+    forget: set[int] = field(default_factory=set)
     sent_logprobs: list[float] = field(default_factory=list)
     counters: dict[str, int] = field(default_factory=lambda: {"selected": 0, "hits": 0, "misses": 0})
 
     def app(self) -> web.Application:
-        app = web.Application(client_max_size=1 << 26)
+        app = web.Application(client_max_size=1 << 26, middlewares=[self._authorise])
         app.router.add_get("/health", self._health)
-        app.router.add_get("/server_info", self._server_info)
-        app.router.add_get("/model_info", self._model_info)
-        app.router.add_post("/flush_cache", self._flush)
-        app.router.add_post("/generate", self._generate)
+        if self.native:
+            app.router.add_get("/server_info", self._server_info)
+            app.router.add_get("/model_info", self._model_info)
+            app.router.add_post("/flush_cache", self._flush)
+            app.router.add_post("/generate", self._generate)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/completions", self._generate)
         return app
 
-    def cached(self, prompt: list[int]) -> int:
-        """Tokens of the prompt, at most all but one, in whole pages that earlier prompts had."""
-        hit, matching, chain = 0, True, b""
+    @web.middleware
+    async def _authorise(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        given = request.headers.get("Authorization")
+        if self.api_key is not None and request.path != "/health" and given != f"Bearer {self.api_key}":
+            return web.json_response({"error": {"message": "wrong key"}}, status=401)
+        return await handler(request)
+
+    async def _models(self, request: web.Request) -> web.Response:
+        model = {"id": "wire", "object": "model", "root": "/nowhere"}
+        if self.longest is not None:
+            model["max_model_len"] = self.longest
+        return web.json_response({"object": "list", "data": [model]})
+
+    def cached(self, keyed: list[Any]) -> int:
+        """Tokens of the prompt, at most all but one, in whole pages that earlier prompts had.
+
+        `keyed` is the prompt after the name of a cache of its own.
+        """
+        key, *prompt = keyed
+        hit, matching, chain = 0, True, str(key).encode()
         for end in range(self.page_size, len(prompt) + 1, self.page_size):
             chain = _digest([chain.hex(), *prompt[end - self.page_size : end]])
             matching = matching and chain in self.pages and end < len(prompt)
@@ -95,10 +126,15 @@ class WireServer:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.bodies.append(body)
-        prompt = body["input_ids"]
+        openai = request.path == "/v1/completions"
+        if openai and self.strict and set(body) & {"ignore_eos", "return_token_ids"}:
+            return web.json_response({"error": {"message": "unknown field"}}, status=400)
+        prompt = body["prompt"] if openai else body["input_ids"]
         self.prompts.append(prompt)
         number = len(self.prompts)
         print(f"generate {number}", flush=True)
+        if number in self.forget:
+            self.pages.clear()
         fault = self.faults.get(number)
         if fault == "500":
             return web.Response(status=500, text="out of luck")
@@ -107,47 +143,103 @@ class WireServer:
         if fault == "error-event":
             await self._event(response, {"error": {"message": "prompt too long", "code": 400}})
             return response
-        cached = self.cached(prompt)
-        count = body["sampling_params"]["max_new_tokens"]
+        cached = self.cached([str(body.get("extra_key") or ""), *prompt])
+        count = body["max_tokens"] if openai else body["sampling_params"]["max_new_tokens"]
         seed = _digest(prompt)
         ids = [seed[i % 16] + i for i in range(count)]
         # Doubles that need all their digits.
         logprobs = [-(seed[i % 16] + 1) / 7.3e3 - i / 3 + self.logprob_shift for i in range(count)]
         self.sent_logprobs = logprobs
-        for i in range(count):
-            start = i if self.incremental else 0
-            shown = [[x, t, None] for x, t in zip(logprobs[start : i + 1], ids[start : i + 1], strict=True)]
-            if fault == "nan":
-                shown[-1][0] = None
-            meta: dict[str, Any] = {
-                "completion_tokens": i + 1,
-                "prompt_tokens": len(prompt) + (fault == "wrong-prompt-count"),
-                "cached_tokens": cached,
-                "finish_reason": {"type": "length", "length": count} if i == count - 1 else None,
-            }
-            if fault == "no-usage":
-                del meta["cached_tokens"]
-            if fault == "abort" and i == count - 1:
-                meta["finish_reason"] = {"type": "abort", "message": "retracted too often"}
-            if body["return_logprob"]:
-                meta["output_token_logprobs"] = shown
-            await self._event(response, {"output_ids": ids[start : i + 1], "meta_info": meta})
+        for end in [*range(self.per_event, count, self.per_event), count]:
+            event = (self._chunk if openai else self._native_event)(
+                body, ids, logprobs, end, len(prompt), cached, fault
+            )
+            await self._event(response, event)
             await asyncio.sleep(self.token_delay_s)
-            if i == 1 and fault == "close":
+            if end == 2 and fault == "close":
                 assert request.transport is not None
                 request.transport.close()
                 return response
-            if i == 1 and fault == "short":
+            if end == 2 and fault == "short":
                 return response
-            if i == 1 and fault == "stall":
+            if end == 2 and fault == "stall":
                 await asyncio.sleep(60)
-            if i == 1 and fault == "die":
+            if end == 2 and fault == "garbage":
+                await response.write(b"data: {not json\n\n")
+                return response
+            if end == 2 and fault == "die":
                 os._exit(3)
+        if openai and body["stream_options"].get("include_usage") and fault != "no-usage":
+            await self._event(response, self._last_chunk(count, len(prompt), cached, fault))
         self.counters["selected"] += 100 * count
         self.counters["misses"] += int(self.miss_share * 100 * count)
         self.counters["hits"] = self.counters["selected"] - self.counters["misses"]
         await response.write(b"data: [DONE]\n\n")
         return response
+
+    def _native_event(
+        self,
+        body: dict[str, Any],
+        ids: list[int],
+        logprobs: list[float],
+        end: int,
+        prompt: int,
+        cached: int,
+        fault: str | None,
+    ) -> dict[str, Any]:
+        count = len(ids)
+        start = max(0, end - self.per_event) if self.incremental else 0
+        shown = [[x, t, None] for x, t in zip(logprobs[start:end], ids[start:end], strict=True)]
+        if fault == "nan":
+            shown[-1][0] = None
+        meta: dict[str, Any] = {
+            "completion_tokens": end,
+            "prompt_tokens": prompt + (fault == "wrong-prompt-count"),
+            "cached_tokens": cached,
+            "finish_reason": {"type": "length", "length": count} if end == count else None,
+        }
+        if fault == "no-usage":
+            del meta["cached_tokens"], meta["prompt_tokens"]
+        if fault == "abort" and end == count:
+            meta["finish_reason"] = {"type": "abort", "message": "retracted too often"}
+        if body["return_logprob"]:
+            meta["output_token_logprobs"] = shown
+        return {"output_ids": ids[start:end], "meta_info": meta}
+
+    def _chunk(
+        self,
+        body: dict[str, Any],
+        ids: list[int],
+        logprobs: list[float],
+        end: int,
+        prompt: int,
+        cached: int,
+        fault: str | None,
+    ) -> dict[str, Any]:
+        start = (end - 1) // self.per_event * self.per_event
+        reason = None if end < len(ids) else "abort" if fault == "abort" else "length"
+        choice: dict[str, Any] = {
+            "index": 0,
+            "text": "".join(f" {i}" for i in ids[start:end]),
+            "finish_reason": reason,
+        }
+        if body.get("return_token_ids"):
+            choice["token_ids"] = ids[start:end]
+        if body.get("logprobs") is not None:
+            listed: list[float | None] = [*logprobs[start:end]]
+            choice["logprobs"] = {"token_logprobs": [None] if fault == "nan" else listed, "tokens": []}
+        return {"id": "x", "object": "text_completion", "created": 0, "model": "wire", "choices": [choice]}
+
+    def _last_chunk(self, count: int, prompt: int, cached: int, fault: str | None) -> dict[str, Any]:
+        usage: dict[str, Any] = {
+            "completion_tokens": count,
+            "prompt_tokens": prompt + (fault == "wrong-prompt-count"),
+            "total_tokens": prompt + count,
+        }
+        if self.cache_report:
+            usage["prompt_tokens_details"] = {"cached_tokens": cached}
+        base = {"id": "x", "object": "text_completion", "created": 0, "model": "wire"}
+        return {**base, "choices": [], "usage": usage}
 
     async def _event(self, response: web.StreamResponse, value: dict[str, Any]) -> None:
         await response.write(b"data: " + json.dumps(value).encode() + b"\n\n")
@@ -182,6 +274,8 @@ def main() -> None:
     parser.add_argument("--miss-share", type=float, default=0.75)
     parser.add_argument("--tier", action="store_true")
     parser.add_argument("--token-delay", type=float, default=0.0)
+    parser.add_argument("--openai-only", action="store_true")
+    parser.add_argument("--api-key")
     parser.add_argument("--fault", nargs=2, action="append", default=[])
     args = parser.parse_args()
     if args.die_at_start is not None:
@@ -205,6 +299,8 @@ def main() -> None:
         miss_share=args.miss_share,
         logprob_shift=args.shift,
         token_delay_s=args.token_delay,
+        native=not args.openai_only,
+        api_key=args.api_key,
         faults={int(number): fault for number, fault in args.fault},
     )
     web.run_app(server.app(), host=args.host, port=args.port, handle_signals=not args.ignore_sigterm)
