@@ -18,13 +18,17 @@ _ROWS = 8
 
 
 @triton.jit
+def _butterfly(x, stride: tl.constexpr, rows: tl.constexpr):
+    pairs = tl.permute(tl.reshape(x, (rows, 64 // stride, 2, stride)), (0, 1, 3, 2))
+    a, b = tl.split(pairs)
+    return tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (rows, 128))
+
+
+@triton.jit
 def _rotate(x, rows: tl.constexpr):
-    # Butterflies in the order of the torch backend: stride 1 first, the scale last.
+    # In the order of the torch backend: stride 1 first, the scale last.
     for log_stride in tl.static_range(7):
-        stride: tl.constexpr = 1 << log_stride
-        pairs = tl.permute(tl.reshape(x, (rows, 64 // stride, 2, stride)), (0, 1, 3, 2))
-        a, b = tl.split(pairs)
-        x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 1, 3, 2)), (rows, 128))
+        x = _butterfly(x, 1 << log_stride, rows)
     return x * 0.08838834764831845
 
 
