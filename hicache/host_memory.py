@@ -40,7 +40,13 @@ def host_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup
     return HostMemory(min(available, free), available, limit, free)
 
 
-def require_host_memory(needed: int, memory: HostMemory) -> None:
+def require_host_memory(
+    needed: int,
+    memory: HostMemory,
+    *,
+    what: str = "The host store",
+    remedy: str = "Lower --dsv4x-host-memory-gb or --max-total-tokens",
+) -> None:
     """Raises HostMemoryError, with the numbers and what to change, when `needed` bytes are more than there
     are."""
     if needed <= memory.free:
@@ -49,9 +55,8 @@ def require_host_memory(needed: int, memory: HostMemory) -> None:
     if memory.cgroup_limit is not None and memory.cgroup_free is not None:
         limit = f"cgroup limit {_gib(memory.cgroup_limit)}, of which {_gib(memory.cgroup_free)} is left"
     raise HostMemoryError(
-        f"The host store needs {_gib(needed)} ({needed} bytes) and {_gib(memory.free)} is free (machine: "
-        f"{_gib(memory.machine_available)} available; {limit}). Lower --dsv4x-host-memory-gb or "
-        f"--max-total-tokens, or give the process more memory."
+        f"{what} needs {_gib(needed)} ({needed} bytes) and {_gib(memory.free)} is free (machine: "
+        f"{_gib(memory.machine_available)} available; {limit}). {remedy}, or give the process more memory."
     )
 
 

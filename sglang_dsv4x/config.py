@@ -14,6 +14,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 CONFIG_VARIABLE = "SGLANG_DSV4X_CONFIG"
 FETCH_UNITS = (1, 2, 4, 8)
+PAGE_TOKENS = 256
+"""Tokens of a radix page: SGLang's fixed page size for this model."""
 
 
 class ConfigError(ValueError):
@@ -74,6 +76,20 @@ class Dsv4xConfig:
         "checks the tables after every step and poisons freed rows. Default off: it costs the memory the tier saves.",
         ("off", "step"),
     )
+    resume_memory_gb: float = _flag(
+        4.0,
+        "Host memory, in GiB, for resume points: what a prefix hit needs beside C4 rows (the last window rows and the "
+        "compressors' overlap), so that a paused prefix is never recomputed because its window pages were given away. "
+        "Default 4, some 1,100 points of Flash; 0 switches them off (stock SGLang's cache).",
+        metavar="GIB",
+    )
+    resume_interval: int = _flag(
+        4096,
+        "Write a resume point every so many tokens of a prompt, beside those at the ends of prompts and outputs and at "
+        "forks; a multiple of 256. Default 4096: a first fork elsewhere recomputes at most that, and a point costs as "
+        "much host memory as 1 to 2 thousand tokens of C4 rows.",
+        metavar="TOKENS",
+    )
     yarn_fix: Literal["on", "off"] = _flag(
         "on",
         "Leave YaRN off in window-only layers, as DeepSeek's reference does. SGLang 0.5.17 applies it there too "
@@ -113,6 +129,16 @@ class Dsv4xConfig:
         if self.hot_entries is not None and self.hot_entries <= 0:
             raise ConfigError(
                 f"--dsv4x-hot-entries is {self.hot_entries}; give a positive number of entries."
+            )
+        if not self.resume_memory_gb >= 0:
+            raise ConfigError(
+                f"--dsv4x-resume-memory-gb is {self.resume_memory_gb}; give 0 or more GiB (0: no resume points)."
+            )
+        if self.resume_interval <= 0 or self.resume_interval % PAGE_TOKENS:
+            below = max(PAGE_TOKENS, self.resume_interval // PAGE_TOKENS * PAGE_TOKENS)
+            raise ConfigError(
+                f"--dsv4x-resume-interval is {self.resume_interval}; give a multiple of {PAGE_TOKENS}, the page of the "
+                f"radix cache, such as {below}."
             )
         if self.copy_timeout_s <= 0:
             raise ConfigError(

@@ -52,6 +52,8 @@ def pool_lines(pool: Dsv4xTokenToKVPool) -> list[PoolLine]:
             PoolLine("C4 KV, tables", device, shape.units, shape.layers, 0, shape.table_bytes),
             PoolLine("C4 KV, all", "host", shape.entries, shape.layers, row, shape.host_bytes),
         ]
+    points = pool.resume_points
+    lines.append(PoolLine("resume points", "host", points.capacity, 1, points.point_bytes, points.host_bytes))
     states = [
         state.kv_score_buffer.kv_score
         for state in [*pool.compress_state_pools, *pool.indexer_compress_state_pools]

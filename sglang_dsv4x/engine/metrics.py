@@ -43,6 +43,13 @@ def describe(pool: Dsv4xTokenToKVPool) -> dict[str, Any]:
         shape = pool.tier.shape
         shown["bytes"] = {"host": shape.host_bytes, "hot": shape.hot_bytes, "tables": shape.table_bytes}
         shown["hot_entries"], shown["smallest_hot_entries"] = shape.slots, shape.bound
+    points = pool.resume_points
+    shown["resume_points"] = {
+        "points": len(points),
+        "capacity": points.capacity,
+        "point_bytes": points.point_bytes,
+        **points.counters()._asdict(),
+    }
     return shown
 
 

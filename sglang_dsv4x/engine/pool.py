@@ -19,9 +19,12 @@ from sglang.srt.runtime_context import get_server_args
 
 from ..config import Dsv4xConfig, load_published
 from ..hicache.cache import TieredCache
+from ..hicache.host_memory import GIB
+from ..hicache.resume_points import ResumePoints
 from ..hicache.shape import TierShape
 from ..jit_kernels.layouts import C4_ENTRIES_PER_PAGE, PageLayout, index_layout, main_layout
 from .hooks import Seam
+from .resume_rows import point_pieces, undefined_pieces
 
 
 class LaidOutKVPool(DeepSeekV4SingleKVPool):
@@ -85,6 +88,7 @@ class Dsv4xTokenToKVPool(DeepSeekV4TokenToKVPool):
         super().__init__(*args, **kwargs)
         if self.config.tier == "on":
             self._attach_tier()
+        self.resume_points = self._make_resume_points()
 
     def _make_kv_pool(
         self,
@@ -145,6 +149,15 @@ class Dsv4xTokenToKVPool(DeepSeekV4TokenToKVPool):
             copy_delay_s=self.config.copy_delay_ms / 1000,
         )
         self.c4_kv_pool.attach(self.tier)
+
+    def _make_resume_points(self) -> ResumePoints:
+        """As many as fit in --dsv4x-resume-memory-gb; none without the radix cache, which owns them."""
+        window = self.sliding_window
+        pieces = point_pieces(self, window)
+        point_bytes = sum(piece.shape[1] for piece in pieces)
+        budget = 0 if get_server_args().disable_radix_cache else int(self.config.resume_memory_gb * GIB)
+        poisoned = undefined_pieces(self, window) if self.config.checks == "step" else []
+        return ResumePoints(pieces, budget // point_bytes, poisoned=poisoned)
 
     def c4_layer(self, layer_id: int) -> int:
         """Number of a model layer among the C4 layers."""

@@ -17,7 +17,7 @@ def serves_with_torch(config: Dsv4xConfig) -> bool:
 
 def engine_seams() -> list[Seam]:
     """Seams of the scheduler processes. Importing them imports SGLang's model, pool and scheduler modules."""
-    from . import allocator, backend_seams, banner, host, metrics, model, pool, sizing
+    from . import allocator, backend_seams, banner, host, metrics, model, pool, resume, sizing
 
     return [
         *pool.SEAMS,
@@ -27,6 +27,7 @@ def engine_seams() -> list[Seam]:
         *model.SEAMS,
         *metrics.SEAMS,
         *host.SEAMS,
+        *resume.SEAMS,
         *banner.SEAMS,
     ]
 
