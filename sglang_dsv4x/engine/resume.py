@@ -35,6 +35,8 @@ FULL, SWA = ComponentType.FULL, ComponentType.SWA
 class ResumableSWAComponent(SWAComponent):
     """SWA data of a node is on the device, or can be brought back from its resume point."""
 
+    _evict_device_cursor: Any
+
     def __init__(self, cache: UnifiedRadixCache, params: Any) -> None:
         super().__init__(cache, params)
         self.points: ResumePoints = params.token_to_kv_pool_allocator.get_kvcache().resume_points
