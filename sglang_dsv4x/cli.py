@@ -36,6 +36,9 @@ COMMANDS = {
     "report": Command(
         "replay.report_command", "run", "show reports of replays, several side by side, also as a web page"
     ),
+    "verify": Command(
+        "verify.command", "run", "ask a live server whether its prefix cache and the tier work"
+    ),
     "bench": Command("bench.command", "run", "measure: one of the programs behind the README's numbers"),
     "demo": Command("demo", "run_demo", "one trace with the tier off and on, compared bit by bit"),
 }

@@ -47,16 +47,23 @@ class Http:
         """The JSON object at `path`. Raises RequestError."""
         return json_object(await self.whole("GET", path), f"GET {path}")
 
-    async def whole(self, method: str, path: str) -> str:
+    async def post_json(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Posts `body` and returns the JSON object that answers, within the connection's time. Raises
+        RequestError."""
+        text = await self.whole("POST", path, body, self.connection.timeout_s)
+        return json_object(text, f"POST {path}")
+
+    async def whole(
+        self, method: str, path: str, body: dict[str, Any] | None = None, limit_s: float = _INFO_TIMEOUT_S
+    ) -> str:
         """The answer's text. Raises RequestError, also for a status other than 200."""
         try:
-            timeout = aiohttp.ClientTimeout(total=_INFO_TIMEOUT_S)
-            async with self._open().request(method, self.root + path, timeout=timeout) as response:
+            timeout = aiohttp.ClientTimeout(total=limit_s)
+            url = self.root + path
+            async with self._open().request(method, url, json=body, timeout=timeout) as response:
                 text = await response.text()
         except asyncio.TimeoutError as error:
-            raise RequestError(
-                "timeout", f"{method} {path}: no answer within {_INFO_TIMEOUT_S:g} s"
-            ) from error
+            raise RequestError("timeout", f"{method} {path}: no answer within {limit_s:g} s") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise RequestError("connection", f"{method} {path}: {type(error).__name__}: {error}") from error
         if response.status != 200:

@@ -76,8 +76,8 @@ def test_a_run_prints_the_table_and_writes_the_report(
     with wire(tmp_path, "--tier") as url:
         code, text, err = command("small", "--base-url", url, "--json", out, "--logprobs")
     assert code == 0, err
-    assert "turns          16 answered, 0 failed, of 16 planned" in text
-    assert "tier misses    75.0 % of the entries that decode selected" in text
+    assert "16 answered, 0 failed, of 16 planned" in text and "(over 16 turns)" in text
+    assert "75.0 % of the entries that decode selected" in text
     assert "main/agent_001" in text
     report: dict[str, Any] = json.loads(out.read_text())
     jsonschema.validate(report, json_schema())

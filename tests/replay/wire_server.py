@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import json
 import os
+import random
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -31,6 +32,11 @@ class WireServer:
 
     `native` False: only OpenAI's interface is there. `strict` refuses fields that OpenAI does not have.
     `per_event` tokens come in one event. `forget` drops the whole cache before the request of that number.
+
+    For verify: `noise` is the size of a random change of every log-probability; `wrong_hits` answers a prompt
+    that hits the cache otherwise; `lost_tails` forgets all of a prefix longer than that many tokens;
+    `keep_outputs` False stores prompts only; `salted` False ignores extra_key; `miscount` adds to a counter;
+    `radix` False caches nothing; `moves` False counts no bytes.
     """
 
     page_size: int = 256
@@ -53,6 +59,14 @@ class WireServer:
     per_event: int = 1
     cache_report: bool = True
     forget: set[int] = field(default_factory=set)
+    noise: float = 0.0
+    wrong_hits: bool = False
+    lost_tails: int | None = None
+    keep_outputs: bool = True
+    salted: bool = True
+    radix: bool = True
+    miscount: dict[str, int] = field(default_factory=dict)
+    moves: bool = True
     sent_logprobs: list[float] = field(default_factory=list)
     counters: dict[str, int] = field(default_factory=lambda: {"selected": 0, "hits": 0, "misses": 0})
 
@@ -87,13 +101,15 @@ class WireServer:
         `keyed` is the prompt after the name of a cache of its own.
         """
         key, *prompt = keyed
-        hit, matching, chain = 0, True, str(key).encode()
+        if not self.radix:
+            return 0
+        hit, matching, chain = 0, True, str(key if self.salted else "").encode()
         for end in range(self.page_size, len(prompt) + 1, self.page_size):
             chain = _digest([chain.hex(), *prompt[end - self.page_size : end]])
             matching = matching and chain in self.pages and end < len(prompt)
             hit = end if matching else hit
             self.pages.add(chain)
-        return hit
+        return 0 if self.lost_tails is not None and hit > self.lost_tails else hit
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response()
@@ -101,8 +117,14 @@ class WireServer:
     async def _server_info(self, request: web.Request) -> web.Response:
         state: dict[str, Any] = {"last_gen_throughput": 1.5}
         if self.tier:
-            state["dsv4x"] = {"tier": "on", "counters": {**self.counters, "per_layer": {"hits": [1, 2]}}}
+            counters = {name: n + self.miscount.get(name, 0) for name, n in self.counters.items()}
+            state["dsv4x"] = {
+                "tier": "on",
+                "hot_entries": 392,
+                "counters": {**counters, "per_layer": {"hits": [1, 2]}},
+            }
         info = {"page_size": self.page_size, "version": "test", "device": "cpu", "internal_states": [state]}
+        info["disable_radix_cache"] = not self.radix
         if self.longest is not None:
             info["max_req_input_len"] = self.longest
         return web.json_response(info)
@@ -138,18 +160,31 @@ class WireServer:
         fault = self.faults.get(number)
         if fault == "500":
             return web.Response(status=500, text="out of luck")
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        if fault == "error-event":
-            await self._event(response, {"error": {"message": "prompt too long", "code": 400}})
-            return response
         cached = self.cached([str(body.get("extra_key") or ""), *prompt])
         count = body["max_tokens"] if openai else body["sampling_params"]["max_new_tokens"]
         seed = _digest(prompt)
         ids = [seed[i % 16] + i for i in range(count)]
         # Doubles that need all their digits.
         logprobs = [-(seed[i % 16] + 1) / 7.3e3 - i / 3 + self.logprob_shift for i in range(count)]
+        if self.noise:
+            logprobs = [x + random.uniform(-self.noise, self.noise) for x in logprobs]
+        if self.wrong_hits and cached:
+            logprobs = [x - 0.5 for x in logprobs]
         self.sent_logprobs = logprobs
+        if self.keep_outputs:
+            self.cached([str(body.get("extra_key") or ""), *prompt, *ids[:-1], None])
+        self._count(len(prompt) + count - 1 - cached, count)
+        if not body.get("stream", False):
+            event = self._native_event(body, ids, logprobs, count, len(prompt), cached, fault)
+            event["meta_info"]["output_top_logprobs"] = [
+                [[x, i, None], [x - 1.0, i + 1, None]] for x, i in zip(logprobs, ids, strict=True)
+            ]
+            return web.json_response(event)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        if fault == "error-event":
+            await self._event(response, {"error": {"message": "prompt too long", "code": 400}})
+            return response
         for end in [*range(self.per_event, count, self.per_event), count]:
             event = (self._chunk if openai else self._native_event)(
                 body, ids, logprobs, end, len(prompt), cached, fault
@@ -171,11 +206,18 @@ class WireServer:
                 os._exit(3)
         if openai and body["stream_options"].get("include_usage") and fault != "no-usage":
             await self._event(response, self._last_chunk(count, len(prompt), cached, fault))
-        self.counters["selected"] += 100 * count
-        self.counters["misses"] += int(self.miss_share * 100 * count)
-        self.counters["hits"] = self.counters["selected"] - self.counters["misses"]
         await response.write(b"data: [DONE]\n\n")
         return response
+
+    def _count(self, computed: int, decoded: int) -> None:
+        counters = self.counters
+        counters["selected"] += 100 * decoded
+        counters["misses"] += int(self.miss_share * 100 * decoded)
+        counters["hits"] = counters["selected"] - counters["misses"]
+        if self.moves:
+            counters["fetched_entries"] = counters["misses"]
+            counters["bytes_to_device"] = 584 * counters["misses"]
+            counters["bytes_to_host"] = counters.get("bytes_to_host", 0) + 584 * 3 * (computed // 4 + 1)
 
     def _native_event(
         self,
