@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from sglang_dsv4x.replay.conversation import Agent, Conversation, Turn, first_turns
+from sglang_dsv4x.replay.conversation import Agent, Branches, Conversation, Turn, first_turns
 from sglang_dsv4x.replay.theory import InfinitePrefixCache
 from sglang_dsv4x.replay.tokens import Scaling
 
@@ -14,7 +14,8 @@ from sglang_dsv4x.replay.tokens import Scaling
 class PlannedTurn:
     """A turn with its number in the conversation (from 1, in running order) and its lengths in tokens.
 
-    `theoretical_cached` is what an infinite prefix cache would serve of `input_tokens`.
+    `theoretical_cached` is what an infinite prefix cache would serve of `input_tokens` if the turns ran in the
+    order of their numbers.
     """
 
     number: int
@@ -27,20 +28,35 @@ class PlannedTurn:
 
 @dataclass(frozen=True)
 class PlannedAgent:
-    """An agent's turns and sub-agents in running order, after a pause in seconds."""
+    """An agent's steps in running order, after a pause in seconds."""
 
-    steps: tuple[PlannedTurn | PlannedAgent, ...]
+    steps: tuple[PlannedStep, ...]
     pause_s: float
 
 
 @dataclass(frozen=True)
+class PlannedBranches:
+    """Agents that run beside each other; `turns_beside` as in `conversation.Branches`."""
+
+    agents: tuple[PlannedAgent, ...]
+    turns_beside: int | None
+
+
+PlannedStep = PlannedTurn | PlannedAgent | PlannedBranches
+
+
+@dataclass(frozen=True)
 class PlannedConversation:
-    """`token_scope` goes into the tokens: two copies of a conversation share nothing."""
+    """`token_scope` goes into the tokens: two copies of a conversation share nothing.
+
+    `arrival_s` is as in `conversation.Conversation`.
+    """
 
     name: str
     token_scope: str
     scaling: Scaling
     main: PlannedAgent
+    arrival_s: float = 0.0
 
 
 def make_plan(
@@ -68,7 +84,8 @@ def make_plan(
         cut = conversation if max_turns is None else first_turns(conversation, max_turns)
         scaling = Scaling(conversation.block_size, scale)
         main = _Planner(cache, scaling, scope, output_tokens).agent(cut.main, cut.main.name)
-        planned.append(PlannedConversation(conversation.name + suffix, scope, scaling, main))
+        name = conversation.name + suffix
+        planned.append(PlannedConversation(name, scope, scaling, main, conversation.arrival_s))
     return planned
 
 
@@ -81,10 +98,13 @@ class _Planner:
         self._number = 0
 
     def agent(self, agent: Agent, path: str) -> PlannedAgent:
-        steps: list[PlannedTurn | PlannedAgent] = []
+        steps: list[PlannedStep] = []
         for step in agent.steps:
             if isinstance(step, Turn):
                 steps.append(self._turn(step, path))
+            elif isinstance(step, Branches):
+                agents = tuple(self.agent(each, f"{path}/{each.name}") for each in step.agents)
+                steps.append(PlannedBranches(agents, step.turns_beside))
             else:
                 steps.append(self.agent(step, f"{path}/{step.name}"))
         return PlannedAgent(tuple(steps), agent.pause_s)
@@ -98,9 +118,10 @@ class _Planner:
 
 
 def planned_turns(agent: PlannedAgent) -> Iterator[PlannedTurn]:
-    """All turns of the agent and of its sub-agents, in running order."""
+    """All turns of the agent and of those it starts, in the order of their numbers."""
     for step in agent.steps:
         if isinstance(step, PlannedTurn):
             yield step
-        else:
-            yield from planned_turns(step)
+            continue
+        for inner in (step,) if isinstance(step, PlannedAgent) else step.agents:
+            yield from planned_turns(inner)

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from numpy.typing import NDArray
 
+from sglang_dsv4x.replay.branching import Beside
 from sglang_dsv4x.replay.client import Completion, RequestError, Sampling, TurnClient
+from sglang_dsv4x.replay.clock import Clock, DurationReached
 from sglang_dsv4x.replay.facts import counter_difference, read_tier_counters
 from sglang_dsv4x.replay.journal import Past
-from sglang_dsv4x.replay.plan import PlannedAgent, PlannedConversation, PlannedTurn
+from sglang_dsv4x.replay.plan import (
+    PlannedAgent,
+    PlannedBranches,
+    PlannedConversation,
+    PlannedTurn,
+    planned_turns,
+)
 from sglang_dsv4x.replay.records import Run, TierSample, TurnRecord
+from sglang_dsv4x.replay.theory import InfinitePrefixCache
 from sglang_dsv4x.replay.tokens import PromptMaker, Vocabulary
 
 COUNTERS_TIMEOUT_S = 10.0
@@ -27,7 +35,9 @@ Interleave = Literal["alternate", "together"]
 
 
 class Pace(NamedTuple):
-    """`concurrency` conversations run at once; the trace's pauses are multiplied by `think_time_scale`.
+    """`concurrency` conversations run at once, and no more requests than that: agents that run beside each
+    other in one conversation take turns. The trace's pauses, and the times at which conversations began in it,
+    are multiplied by `think_time_scale`.
 
     No turn is sent more than `duration_s` after the start (None: no limit). A turn that failed for a reason
     that may pass is sent up to `retries` times again. With several servers each turn goes to all of them
@@ -46,10 +56,6 @@ class ServerGone(Exception):
     """The server that this run launched has ended; the message says how."""
 
 
-class DurationReached(Exception):
-    """The time that the user gave is over."""
-
-
 @dataclass
 class Target:
     """A server and the run that its turns are recorded in.
@@ -63,6 +69,16 @@ class Target:
     first_counters: dict[str, int] | None = None
     counters: dict[str, int] | None = None
     before: dict[str, int] = field(default_factory=dict)
+
+
+class _Sent(NamedTuple):
+    """A turn on its way: the same for every server. Token ids are int64 [input tokens]."""
+
+    conversation: str
+    planned: PlannedTurn
+    tokens: NDArray[Any]
+    waited_s: float
+    theoretical_cached: int
 
 
 class Runner:
@@ -96,8 +112,11 @@ class Runner:
         self._on_turn = on_turn
         self._gone = gone
         self._past = past or Past()
-        self._began = 0.0
+        self._clock = Clock(pace.think_time_scale, pace.duration_s)
         self._turns_sent = 0
+        self._infinite = InfinitePrefixCache(targets[0].run.page_size)
+        self._free = asyncio.Semaphore(pace.concurrency)
+        self._branches: set[asyncio.Task[None]] = set()
 
     async def replay(self, conversations: Sequence[PlannedConversation]) -> None:
         """Runs all conversations, filling the targets' Runs, also when cancelled.
@@ -105,7 +124,7 @@ class Runner:
         Raises ServerGone when `gone` says so, RequestError when a server does not answer before the first
         turn.
         """
-        self._began = time.perf_counter() - self._past.reached_s
+        self._clock.start(self._past.reached_s)
         for target in self._targets:
             target.first_counters = target.counters = await read_tier_counters(target.client.http)
             target.before = target.run.tier or {}
@@ -122,16 +141,17 @@ class Runner:
             for target in self._targets:
                 target.run.duration_reached = True
         finally:
-            for task in (*workers, sampler):
+            tasks = (*workers, *self._branches, sampler)
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*workers, sampler, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             for target in self._targets:
-                target.run.wall_s = self._now()
+                target.run.wall_s = self._clock.now()
                 await self._take_sample(target)
 
     async def _finish_those_running(self, workers: Sequence[asyncio.Task[None]]) -> None:
-        """Waits for the turns in flight: each worker ends before its next one."""
-        results = await asyncio.gather(*workers, return_exceptions=True)
+        """Waits for the turns in flight: each worker and branch ends before its next one."""
+        results = await asyncio.gather(*workers, *self._branches, return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException) and not isinstance(result, DurationReached):
                 raise result
@@ -141,54 +161,96 @@ class Runner:
             prompts = PromptMaker(
                 self._vocabulary, conversation.scaling, self._seed, conversation.token_scope
             )
-            await self._agent(conversation, conversation.main, prompts)
+            if any(self._open_targets(conversation, turn) for turn in planned_turns(conversation.main)):
+                await self._clock.arrival(conversation.arrival_s)
+            started: list[asyncio.Task[None]] = []
+            await self._agent(conversation, conversation.main, prompts, started)
+            while started:
+                await started.pop()
 
     async def _agent(
-        self, conversation: PlannedConversation, agent: PlannedAgent, prompts: PromptMaker
+        self,
+        conversation: PlannedConversation,
+        agent: PlannedAgent,
+        prompts: PromptMaker,
+        unjoined: list[asyncio.Task[None]],
     ) -> None:
-        if any(self._open_targets(conversation, turn) for turn in _turns(agent)):
-            await self._pause(agent.pause_s)
+        """Runs the agent. Branches that it does not wait for are in `unjoined` when it returns."""
+        if any(self._open_targets(conversation, turn) for turn in planned_turns(agent)):
+            await self._clock.pause(agent.pause_s)
+        beside = Beside()
         for step in agent.steps:
+            if isinstance(step, PlannedBranches):
+                for branch in step.agents:
+                    task = self._branch(self._agent(conversation, branch, prompts, unjoined))
+                    if step.turns_beside is None:
+                        unjoined.append(task)
+                    else:
+                        beside.add(task, step.turns_beside)
+                continue
+            await beside.due()
             if isinstance(step, PlannedTurn):
                 await self._turn(conversation, step, prompts)
+                beside.turn_ended()
             else:
-                await self._agent(conversation, step, prompts)
+                await self._agent(conversation, step, prompts, unjoined)
+        await beside.all()
+
+    def _branch(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        def ended(task: asyncio.Task[None]) -> None:
+            self._branches.discard(task)
+            if not task.cancelled():
+                task.exception()  # whoever waits for the task raises it; if nobody does, the run has ended
+
+        task = asyncio.create_task(work)
+        self._branches.add(task)
+        task.add_done_callback(ended)
+        return task
 
     async def _turn(
         self, conversation: PlannedConversation, planned: PlannedTurn, prompts: PromptMaker
     ) -> None:
         targets = self._open_targets(conversation, planned)
         if not targets:
+            self._could_hit(conversation, planned)
             return
-        waited = await self._pause(planned.turn.pause_s)
-        reason = self._gone()
-        if reason is not None:
-            raise ServerGone(reason)
-        tokens = prompts.prompt(planned.turn, planned.number)
-        if self._pace.interleave == "together":
-            await asyncio.gather(*(self._send(t, conversation, planned, tokens, waited) for t in targets))
-            return
-        first = self._turns_sent % len(targets)
-        self._turns_sent += 1
-        for target in targets[first:] + targets[:first]:
-            await self._send(target, conversation, planned, tokens, waited)
+        waited = await self._clock.pause(planned.turn.pause_s)
+        async with self._free:
+            self._clock.check()
+            reason = self._gone()
+            if reason is not None:
+                raise ServerGone(reason)
+            sent = _Sent(
+                conversation.name,
+                planned,
+                prompts.prompt(planned.turn, planned.number),
+                waited,
+                self._could_hit(conversation, planned),
+            )
+            if self._pace.interleave == "together":
+                await asyncio.gather(*(self._send(target, sent) for target in targets))
+                return
+            first = self._turns_sent % len(targets)
+            self._turns_sent += 1
+            for target in targets[first:] + targets[:first]:
+                await self._send(target, sent)
 
-    async def _send(
-        self,
-        target: Target,
-        conversation: PlannedConversation,
-        planned: PlannedTurn,
-        tokens: NDArray[Any],
-        waited_s: float,
-    ) -> None:
+    def _could_hit(self, conversation: PlannedConversation, planned: PlannedTurn) -> int:
+        """Tokens of the prompt that an infinite cache has, given the turns sent so far. To be called once a turn."""
+        return self._infinite.add(
+            conversation.token_scope, planned.turn.blocks, conversation.scaling.block, planned.input_tokens
+        )
+
+    async def _send(self, target: Target, sent: _Sent) -> None:
         completion: Completion | None = None
         failure: RequestError | None = None
-        key = (target.run.name, (conversation.name, planned.number))
+        planned = sent.planned
+        key = (target.run.name, (sent.conversation, planned.number))
         earlier = self._past.failed.get(key, ())
         retried: list[str] = []
-        prompt = tokens.tolist()
+        prompt = sent.tokens.tolist()
         while True:
-            started = self._now()
+            started = self._clock.now()
             try:
                 completion = await target.client.generate(prompt, planned.output_tokens, self._sampling)
                 failure = None
@@ -199,15 +261,15 @@ class Runner:
             retried.append(failure.kind)
             await asyncio.sleep(min(_LONGEST_RETRY_S, _FIRST_RETRY_S * 2 ** (len(retried) - 1)))
         record = TurnRecord(
-            conversation=conversation.name,
+            conversation=sent.conversation,
             agent=planned.agent,
             number=planned.number,
             kind=planned.turn.kind,
             prompt_tokens=planned.input_tokens,
-            prompt_digest=hashlib.blake2b(tokens.astype("<i8").tobytes(), digest_size=8).hexdigest(),
-            theoretical_cached=planned.theoretical_cached,
+            prompt_digest=hashlib.blake2b(sent.tokens.astype("<i8").tobytes(), digest_size=8).hexdigest(),
+            theoretical_cached=sent.theoretical_cached,
             requested_output=planned.output_tokens,
-            waited_s=waited_s,
+            waited_s=sent.waited_s,
             started_s=started,
             completion=completion,
             error_kind=failure.kind if failure else None,
@@ -216,25 +278,12 @@ class Runner:
             retried=(*earlier, *retried),
         )
         target.run.records.append(record)
-        self._on_turn(target.run, record, self._now())
+        self._on_turn(target.run, record, self._clock.now())
 
     def _open_targets(self, conversation: PlannedConversation, planned: PlannedTurn) -> list[Target]:
         """Servers that this turn has not been sent to."""
         key = (conversation.name, planned.number)
         return [t for t in self._targets if (t.run.name, key) not in self._past.answered]
-
-    async def _pause(self, seconds: float) -> float:
-        """Waits for a pause of the trace at the chosen scale and returns its length in seconds.
-
-        Raises DurationReached when the run's time is over before or within it.
-        """
-        scaled = seconds * self._pace.think_time_scale
-        left = float("inf") if self._pace.duration_s is None else self._pace.duration_s - self._now()
-        if left > 0:
-            await asyncio.sleep(min(scaled, left))
-        if left <= scaled:
-            raise DurationReached
-        return scaled
 
     async def _counted(self, target: Target) -> dict[str, int] | None:
         """Growth of the counters since the last call; with one request at a time that is the turn's own."""
@@ -261,16 +310,4 @@ class Runner:
             return
         target.counters = counters
         target.run.tier = {name: value + target.before.get(name, 0) for name, value in grown.items()}
-        target.run.tier_samples.append(TierSample(self._now(), target.run.tier))
-
-    def _now(self) -> float:
-        """Seconds since the run began, those before an interruption included."""
-        return time.perf_counter() - self._began
-
-
-def _turns(agent: PlannedAgent) -> Iterator[PlannedTurn]:
-    for step in agent.steps:
-        if isinstance(step, PlannedTurn):
-            yield step
-        else:
-            yield from _turns(step)
+        target.run.tier_samples.append(TierSample(self._clock.now(), target.run.tier))

@@ -215,7 +215,7 @@ def _identity(
                 turn.agent,
                 turn.input_tokens,
                 turn.output_tokens,
-                turn.turn.blocks,
+                tuple(turn.turn.blocks),
             )
             digest.update(repr(words).encode())
     kept = {k: v for k, v in settings.reported().items() if k not in ("timeout_s", "retries", "duration_s")}

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from sglang_dsv4x.replay.pages import KEY_BYTES, common_pages, page_keys
+
 
 class InfinitePrefixCache:
-    """Every prompt so far as a trie of blocks, matched as SGLang's radix cache matches.
+    """Every prompt so far as a radix tree of pages, matched as SGLang's radix cache matches.
 
     A hit is a whole number of pages and leaves at least one token of the prompt to compute. Generated tokens
-    are not in the trie: in a replay no later prompt contains them.
+    are not in the tree: in a replay no later prompt contains them. Eight bytes for each page that no earlier
+    prompt had.
     """
 
     def __init__(self, page_size: int):
         self._page = page_size
-        self._nodes: dict[
-            tuple[int, int], tuple[int, int]
-        ] = {}  # (parent, hash id) -> (node, tokens seen of the block)
-        self._roots: dict[str, int] = {}
-        self._count = 0
+        self._roots: dict[str, _Node] = {}
 
     def add(self, scope: str, blocks: Sequence[int], block_tokens: int, input_tokens: int) -> int:
         """Adds a prompt and returns how many of its tokens, in whole pages, earlier prompts had cached.
@@ -26,23 +25,40 @@ class InfinitePrefixCache:
         `blocks` are its hash ids, `block_tokens` the tokens of a block and `input_tokens` of the prompt,
         which may end inside the last block or after it; tokens after it are shared with nothing.
         """
-        if scope not in self._roots:
-            self._roots[scope] = self._new_node()
-        node, shared, matching = self._roots[scope], 0, True
-        for i, block in enumerate(blocks):
-            length = min(block_tokens, input_tokens - i * block_tokens)
-            if length <= 0:
-                break
-            child, seen = self._nodes.get((node, block), (None, 0))
-            if matching:
-                shared += min(length, seen)
-            matching = matching and seen == length == block_tokens
+        keys = page_keys(blocks, block_tokens, input_tokens, self._page)
+        node = self._roots.setdefault(scope, _Node(b""))
+        at = 0
+        while at < len(keys):
+            child = node.children.get(keys[at : at + KEY_BYTES])
             if child is None:
-                child = self._new_node()
-            self._nodes[(node, block)] = (child, max(length, seen))
+                node.add(_Node(keys[at:]))
+                break
+            if not keys.startswith(child.keys, at):
+                common = common_pages(child.keys, keys[at:]) * KEY_BYTES
+                node = node.split(child, common)
+                at += common
+                if at < len(keys):
+                    node.add(_Node(keys[at:]))
+                break
             node = child
-        return min(shared, input_tokens - 1) // self._page * self._page
+            at += len(child.keys)
+        return min(at // KEY_BYTES * self._page, (input_tokens - 1) // self._page * self._page)
 
-    def _new_node(self) -> int:
-        self._count += 1
-        return self._count
+
+class _Node:
+    __slots__ = ("children", "keys")
+
+    def __init__(self, keys: bytes):
+        self.keys = keys
+        self.children: dict[bytes, _Node] = {}
+
+    def add(self, child: _Node) -> None:
+        self.children[child.keys[:KEY_BYTES]] = child
+
+    def split(self, child: _Node, at: int) -> _Node:
+        """Puts a node of the child's first `at` bytes of keys between the two and returns it."""
+        upper = _Node(child.keys[:at])
+        child.keys = child.keys[at:]
+        upper.add(child)
+        self.add(upper)
+        return upper
