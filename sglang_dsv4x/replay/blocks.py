@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from typing import overload
+from typing import TypeAlias, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-_Ids = array[int]
+_Ids: TypeAlias = "array[int]"
 
 # A prompt this many steps from its last whole copy becomes a whole copy itself, so that reading one stays cheap.
 _LONGEST_CHAIN = 64
