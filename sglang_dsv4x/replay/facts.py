@@ -57,7 +57,7 @@ async def read_facts(http: Http, api: Api | None = None) -> ServerFacts:
     try:
         info = await http.get_json("/server_info")
     except RequestError as error:
-        if api == "sglang" or error.kind == "connection" or error.status in (401, 403):
+        if api == "sglang" or not _not_there(error):
             raise
     if api is None:
         api = "sglang" if info else "openai"
@@ -121,7 +121,12 @@ async def read_tier_counters(http: Http) -> dict[str, int] | None:
 
     Raises RequestError when the server does not answer.
     """
-    info = await http.get_json("/server_info")
+    try:
+        info = await http.get_json("/server_info")
+    except RequestError as error:
+        if _not_there(error):
+            return None
+        raise
     totals: dict[str, int] = {}
     for state in _states(info):
         tier = state.get(TIER_KEY)
@@ -138,6 +143,11 @@ def counter_difference(before: dict[str, int] | None, after: dict[str, int] | No
         return None
     grown = {name: value - before.get(name, 0) for name, value in after.items()}
     return None if any(value < 0 for value in grown.values()) else grown
+
+
+def _not_there(error: RequestError) -> bool:
+    """Whether a server without SGLang's interface answers like that: no such page, or a page for people."""
+    return error.kind == "protocol" or error.status in (404, 405, 501)
 
 
 def _states(info: dict[str, Any]) -> list[dict[str, Any]]:

@@ -26,7 +26,8 @@ p { margin: .3rem 0; max-width: 60rem; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: .22rem .7rem .22rem 0; border-bottom: 1px solid #e2e2e2; text-align: right; white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; } thead th { border-bottom: 2px solid #888; }
+th:first-child, td:first-child { text-align: left; white-space: normal; min-width: 7rem; }
+thead th { border-bottom: 2px solid #888; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 30rem), 1fr)); gap: 1rem; }
 .plots img { width: 100%; height: auto; }
 details { margin: .5rem 0; } summary { cursor: pointer; }

@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import random
+import ssl
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -288,14 +289,14 @@ class WireServer:
 
 
 @contextlib.asynccontextmanager
-async def serving(server: WireServer) -> AsyncIterator[str]:
-    """Serves in the running event loop; yields the base URL."""
+async def serving(server: WireServer, tls: ssl.SSLContext | None = None) -> AsyncIterator[str]:
+    """Serves in the running event loop, with TLS where settings are given; yields the base URL."""
     runner = web.AppRunner(server.app(), shutdown_timeout=0.1)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
+    site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls)
     await site.start()
     try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        yield f"{'https' if tls else 'http'}://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
 
