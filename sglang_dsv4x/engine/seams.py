@@ -10,9 +10,12 @@ from .hooks import Seam, install, require
 
 
 def serves_with_torch(config: Dsv4xConfig) -> bool:
-    """Are this process's ops the torch references? Raises: KernelError when the asked backend cannot serve."""
+    """Is any op of this process a torch reference? Then SGLang's steps are planned for torch, whatever the others are.
+
+    Raises: KernelError when the asked backend cannot serve.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return set(registry.select(config.kernels, device).chosen.values()) == {"torch"}
+    return "torch" in registry.select(config.kernels, device).chosen.values()
 
 
 def engine_seams() -> list[Seam]:
