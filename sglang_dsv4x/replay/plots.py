@@ -21,7 +21,13 @@ from sglang_dsv4x.replay.summary import mean_gap, prompt_tokens
 # Okabe and Ito's colours, told apart by colour-blind readers.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 _GREY, _RED = "#666666", "#C00000"
-_STYLE: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "svg.fonttype": "path"}
+_STYLE: Any = {
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "svg.fonttype": "path",
+    "text.parse_math": False,
+}
 # Conversations of hundreds of turns are drawn in at most this many groups of neighbouring turns.
 _MOST_GROUPS = 60
 # More bars than this are drawn as pixels: a vector for each would make pages of many megabytes.
@@ -122,7 +128,7 @@ def _hits(axes: Axes, runs: Sequence[Run]) -> None:
             lambda r: r.completion and r.completion.cached_tokens,
             lambda r: prompt_tokens(r, r.completion) if r.completion else 0,
         )
-        axes.plot(*achieved, color=colour, marker="o", markersize=3, label=run.name)
+        axes.plot(*achieved, color=colour, marker="o", markersize=3, label=_label(run.name))
     _whole_turns(axes)
     _legend(axes)
 
@@ -142,9 +148,9 @@ def _times(
             [factor * float(np.percentile(sample, q)) for sample in samples.values()] for q in (50, 95)
         )
         several = several or any(len(sample) > 1 for sample in samples.values())
-        axes.plot(x, middle, color=colour, marker="o", markersize=3, label=run.name)
+        axes.plot(x, middle, color=colour, marker="o", markersize=3, label=_label(run.name))
         if high != middle:
-            axes.plot(x, high, color=colour, linestyle=":", label=f"{run.name}, p95")
+            axes.plot(x, high, color=colour, linestyle=":", label=_label(f"{run.name}, p95"))
     axes.set_ylim(bottom=0)
     _whole_turns(axes)
     _legend(axes, "median and p95 of turns" if several else "")
@@ -161,7 +167,7 @@ def _traffic(axes: Axes, runs: Sequence[Run]) -> None:
             ]
             if points:
                 times, values = zip((0.0, 0.0), *points, strict=True)
-                axes.plot(times, values, style, color=colour, label=f"{run.name}, {words}")
+                axes.plot(times, values, style, color=colour, label=_label(f"{run.name}, {words}"))
                 drawn = True
     if drawn:
         axes.set_ylim(bottom=0)
@@ -268,6 +274,9 @@ def _legend(axes: Axes, title: str = "") -> None:
 
 
 def _short(text: str) -> str:
-    # Dollar signs would start a formula.
-    plain = text.replace("$", "\\$")
-    return plain if len(plain) <= 28 else f"{plain[:14]}…{plain[-13:]}"
+    return text if len(text) <= 28 else f"{text[:14]}…{text[-13:]}"
+
+
+def _label(text: str) -> str:
+    # matplotlib leaves labels that begin with an underscore out of legends.
+    return f" {text}" if text.startswith("_") else text
