@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -107,6 +108,59 @@ def test_comparing_finds_equal_and_different_bits(tmp_path: Path, command: Comma
     assert (
         code == 1 and "63 of 63 tokens equal" in text and "log-probabilities differ from output token" in text
     )
+
+
+def test_two_servers_in_one_run_are_shown_side_by_side(tmp_path: Path, command: Command):
+    out, html, png = (tmp_path / f"both.{suffix}" for suffix in ("json", "html", "png"))
+    (tmp_path / "on").mkdir()
+    with wire(tmp_path) as off, wire(tmp_path / "on", "--tier", "--openai-only") as on:
+        argv = ("small", "--compare", f"off={off}", f"on={on}/v1", "--vocab-size", 900, "--max-turns", 3)
+        code, text, err = command(*argv, "--json", out, "--html", html, "--png", png)
+    assert code == 0, err
+    assert re.search(r"turns answered +3 of 3 +3 of 3", text)
+    assert "off and on: 3 of 3 turns equal" in text
+    runs = json.loads(out.read_text())["runs"]
+    assert [run["name"] for run in runs] == ["off", "on"]
+    assert [run["server"]["api"] for run in runs] == ["sglang", "openai"]
+    assert "Agent replay: off, on" in html.read_text() and png.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_killed_run_is_taken_up_again(tmp_path: Path, command: Command):
+    """SIGKILL: nothing of the first run is left but its journal."""
+    journal, out = tmp_path / "run.journal", tmp_path / "out.json"
+    with wire(tmp_path, "--token-delay", "0.02") as url:
+        argv = ("small", "--base-url", url, "--resume", journal, "--no-progress", "--max-turns", 8)
+        process = start(*argv)
+        wait_for(journal, '"number":3')
+        process.kill()
+        process.communicate(timeout=30)
+        code, text, _ = command(*argv, "--json", out)
+        sent = len(re.findall(r"^generate \d+$", (tmp_path / "wire.log").read_text(), re.M))
+        assert command(*argv, "--seed", 1)[0] == 2
+    assert code == 0 and "8 answered, 0 failed, of 8 planned" in text and "Taken up again at" in text
+    assert [turn["number"] for turn in json.loads(out.read_text())["runs"][0]["turns"]] == list(range(1, 9))
+    assert sent in (8, 9), "at most the turn that was on its way is sent twice"
+
+
+def test_a_duration_is_no_failure_and_says_what_was_not_sent(tmp_path: Path, command: Command):
+    with wire(tmp_path, "--token-delay", "0.02") as url:
+        code, text, _ = command("small", "--base-url", url, "--duration", 0.8)
+    assert code == 0
+    assert "--duration ended the run" in text and "planned turns were not sent" in text
+
+
+def test_the_key_of_the_environment_is_used_and_reported_nowhere(
+    tmp_path: Path, command: Command, monkeypatch: pytest.MonkeyPatch
+):
+    out = tmp_path / "out.json"
+    with wire(tmp_path, "--api-key", "hush") as url:
+        argv = ("small", "--base-url", url, "--max-turns", 1, "--json", out)
+        code, _, err = command(*argv)
+        assert code == 1 and "HTTP 401" in err
+        monkeypatch.setenv("OPENAI_API_KEY", "hush")
+        assert command(*argv)[0] == 0
+        assert command(*argv, "--api-key", "other")[0] == 1
+    assert "hush" not in out.read_text()
 
 
 def test_failed_turns_make_the_exit_code_1_and_show_in_the_table(tmp_path: Path, command: Command):
