@@ -15,6 +15,8 @@ import torch
 from ..jit_kernels import resolve as ops
 from ..jit_kernels.layouts import C4_ENTRIES_PER_PAGE
 from ..jit_kernels.paged_rows import copy_rows, gather_rows, scatter_rows
+from ..jit_kernels.registry import AUTO, Kernels, select
+from ..jit_kernels.resolve_cuda import prepare, raise_fault
 from .copy_stream import Fetch, new_copy_stream
 from .counters import DeviceCounters, TierCounters
 from .errors import TierError
@@ -52,6 +54,8 @@ class TieredCache:
         checks: bool,
         copy_timeout_s: float,
         copy_delay_s: float = 0,
+        kernels: Kernels | None = None,
+        fetch_at_once: bool = False,
     ) -> None:
         """Raises TierError for an impossible shape and HostMemoryError when the rows do not fit, before
         allocating.
@@ -59,11 +63,17 @@ class TieredCache:
         Args:
             copy_timeout_s: seconds after which a fetch that has not arrived is an error.
             copy_delay_s: tests: delay every fetch by up to this many seconds.
+            kernels: chosen backends; None: the fastest that run on `device`.
+            fetch_at_once: `resolve` brings the missing rows itself, on the forward stream, and leaves nothing
+                to join: less to do on a GPU where nothing is computed while the rows are on their way.
         """
         shape.check()
         self.shape = shape
         self.device = torch.device(device)
-        self.step = 0
+        self._kernels = select(AUTO, self.device) if kernels is None else kernels
+        self._fetch_at_once = fetch_at_once
+        if self._kernels.chosen["resolve"] == "cuda":
+            prepare()
         self._store = HostStore(shape, self.device)
         self._pages = torch.zeros(
             (shape.layers, shape.pages, shape.layout.page_bytes), dtype=torch.uint8, device=self.device
@@ -72,8 +82,15 @@ class TieredCache:
         self._layer_tables = [self._tables.layer(i) for i in range(shape.layers)]
         self._counters = DeviceCounters(shape.layers, shape.layout.row_bytes, self.device)
         self._shadow = ShadowStore(shape, self.device) if checks else None
-        self._copies = new_copy_stream(self._store, self._pages, shape.layout, copy_timeout_s, copy_delay_s)
+        self._copies = new_copy_stream(
+            self._store, self._pages, shape.layout, copy_timeout_s, copy_delay_s, self._kernels
+        )
         self._outstanding: list[list[Fetch]] = [[] for _ in range(shape.layers)]
+
+    @property
+    def step(self) -> int:
+        """Number of the current step. Waits for the device."""
+        return int(self._tables.clock)
 
     def device_pages(self, layer: int) -> torch.Tensor:
         """u8 [pages, page_bytes] of a layer: slot s is entry s % 64 of page s // 64. The address never
@@ -102,13 +119,11 @@ class TieredCache:
         open_layers = [layer for layer, fetches in enumerate(self._outstanding) if fetches]
         if open_layers and not outstanding_ok:
             raise TierError(f"Step {self.step} ended with unjoined fetches of layers {open_layers}.")
-        self.step += 1
         with _as_tier_error():
-            replaced = ops.claim_writes(
-                self._tables, written, last_used_again, self.step, in_flight=bool(open_layers)
+            raise_fault(self._tables)
+            self._kernels.claim_writes(
+                self._tables, written, last_used_again, bool(open_layers), self._counters.all
             )
-        if replaced is not None:
-            self._counters.add_replaced(replaced)
         if self._shadow is not None:
             self._shadow.announce(written[written >= C4_ENTRIES_PER_PAGE].long())
 
@@ -124,21 +139,22 @@ class TieredCache:
             rows: u8 [W, row_bytes].
         Raises: TierError for an entry that was not announced.
         """
-        real = (entries >= C4_ENTRIES_PER_PAGE).nonzero().squeeze(1)
-        if real.shape[0] != entries.shape[0]:
-            entries, rows = entries.index_select(0, real), rows.index_select(0, real)
         entries = entries.long()
-        if entries.shape[0] == 0:
-            return
         for fetch in self._outstanding[layer]:
             self._copies.wait(fetch)
         with _as_tier_error():
-            slots = ops.finish_writes(self._layer_tables[layer], entries)
-        scatter_rows(self._pages[layer], self.shape.layout, slots, rows)
-        self._store.write(layer, entries, rows)
-        self._counters.add_written(layer, entries.shape[0])
+            self._kernels.write_rows(
+                self._layer_tables[layer],
+                entries,
+                rows,
+                self._pages[layer],
+                self.shape.layout,
+                self._store.rows[layer],
+                self._counters.layer(layer),
+            )
         if self._shadow is not None:
-            self._shadow.write(layer, entries, rows)
+            real = (entries >= C4_ENTRIES_PER_PAGE).nonzero().squeeze(1)
+            self._shadow.write(layer, entries.index_select(0, real), rows.index_select(0, real))
 
     def resolve(
         self, layer: int, entries: torch.Tensor, positions: torch.Tensor, lens: torch.Tensor
@@ -153,18 +169,26 @@ class TieredCache:
         Raises: TierError for a selection that no fetch can bring (beyond `lens`, or announced by this step
             and not written yet), and beyond the bound.
         """
+        tables, counts = self._layer_tables[layer], self._counters.layer(layer)
+        in_flight = bool(self._outstanding[layer])
         with _as_tier_error():
-            found = ops.resolve(
-                self._layer_tables[layer],
-                entries,
-                positions,
-                lens,
-                self.step,
-                in_flight=bool(self._outstanding[layer]),
-            )
-        self._counters.add_resolution(layer, found)
+            if self._fetch_at_once:
+                slots: torch.Tensor = self._kernels.resolve_rows(
+                    tables,
+                    entries,
+                    positions,
+                    lens,
+                    in_flight,
+                    counts,
+                    self._pages[layer],
+                    self.shape.layout,
+                    self._store.rows[layer],
+                )
+                return slots
+            found: ops.Resolution = self._kernels.resolve(tables, entries, positions, lens, in_flight, counts)
         if found.fetch_slots.shape[0]:
-            self._outstanding[layer].append(self._copies.fetch(layer, found.fetch_entries, found.fetch_slots))
+            fetch = self._copies.fetch(layer, found.fetch_entries, found.fetch_slots, found.fetch_count)
+            self._outstanding[layer].append(fetch)
         return found.slots
 
     def join(self, layer: int) -> None:
@@ -175,7 +199,7 @@ class TieredCache:
         for fetch in self._outstanding[layer]:
             self._copies.wait(fetch)
         for fetch in self._outstanding[layer]:
-            ops.finish_fetch(self._layer_tables[layer], fetch.slots)
+            self._kernels.finish_fetch(self._layer_tables[layer], fetch.slots, fetch.count)
         self._outstanding[layer].clear()
 
     def gather(self, layer: int, entries: torch.Tensor) -> torch.Tensor:
@@ -234,8 +258,13 @@ class TieredCache:
             self._shadow.forget(None)
 
     def counters(self) -> TierCounters:
-        """Totals since the start. Waits for the device; does not modify the cache."""
-        return self._counters.read()
+        """Totals since the start. Waits for the device; does not modify the cache.
+
+        Raises: TierError when a kernel found a fault.
+        """
+        totals = self._counters.read()
+        self._raise_fault()
+        return totals
 
     def check_integrity(self, live: torch.Tensor | None = None) -> None:
         """Checks every invariant of tables, bytes and counters. Waits for outstanding fetches; modifies
@@ -249,8 +278,12 @@ class TieredCache:
         for fetches in self._outstanding:
             for fetch in fetches:
                 self._copies.wait(fetch)
+        self._raise_fault()
         none = torch.empty(0, dtype=torch.int64, device=self.device)
-        outstanding = [torch.cat([none, *(f.slots for f in fetches)]) for fetches in self._outstanding]
+        outstanding = [
+            torch.cat([none, *(f.slots[: None if f.count is None else int(f.count)].long() for f in fetches)])
+            for fetches in self._outstanding
+        ]
         check_tables(self._tables, outstanding)
         check_bytes(self._tables, self._pages, self.shape.layout, self._store, self._shadow, live)
         check_counters(self.counters())
@@ -275,6 +308,12 @@ class TieredCache:
         """Ends the copy stream and unpins the host store. The cache must not be used afterwards."""
         self._copies.close()
         self._store.close()
+
+    def _raise_fault(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        with _as_tier_error():
+            raise_fault(self._tables)
 
     def _checking(self) -> ShadowStore:
         if self._shadow is None:

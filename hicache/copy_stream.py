@@ -1,8 +1,8 @@
 """The copy stream: moves host rows into slots, asynchronously, and nothing else.
 
-On CUDA it is a CUDA stream. On CPU it is a real worker thread with events, so that an ordering fault (a read
-before the join, a slot reused under a fetch) shows there too. The tables are changed by the forward stream
-alone.
+On CUDA it is a CUDA stream, and a kernel that reads the pinned rows from the device. On CPU it is a real worker
+thread with events, so that an ordering fault (a read before the join, a slot reused under a fetch) shows there
+too. The tables are changed by the forward stream alone.
 """
 
 from __future__ import annotations
@@ -18,17 +18,20 @@ import torch
 
 from ..jit_kernels.layouts import PageLayout
 from ..jit_kernels.paged_rows import scatter_rows
+from ..jit_kernels.registry import Kernels
 from .errors import TierError
 from .host_store import HostStore
 
 
 @dataclass
 class Fetch:
-    """One enqueued fetch: host rows `entries` int64 [F] of a layer go to `slots` int64 [F]."""
+    """One enqueued fetch: host rows `entries` int [F] of a layer go to `slots` int [F]; of these `count` int32
+    [1], or all for None."""
 
     layer: int
     entries: torch.Tensor
     slots: torch.Tensor
+    count: torch.Tensor | None = None
     enqueued: float = field(default_factory=time.monotonic)
 
 
@@ -36,7 +39,9 @@ class CopyStream(ABC):
     """What the cache asks of a copy stream."""
 
     @abstractmethod
-    def fetch(self, layer: int, entries: torch.Tensor, slots: torch.Tensor) -> Fetch:
+    def fetch(
+        self, layer: int, entries: torch.Tensor, slots: torch.Tensor, count: torch.Tensor | None = None
+    ) -> Fetch:
         """Enqueues a fetch behind everything that the forward stream has been given so far, and returns at
         once."""
 
@@ -51,11 +56,17 @@ class CopyStream(ABC):
 
 
 def new_copy_stream(
-    store: HostStore, pages: torch.Tensor, layout: PageLayout, timeout_s: float, delay_s: float
+    store: HostStore,
+    pages: torch.Tensor,
+    layout: PageLayout,
+    timeout_s: float,
+    delay_s: float,
+    kernels: Kernels,
 ) -> CopyStream:
     """The copy stream for the device of `pages` (u8 [L, P, page_bytes])."""
-    kind = CudaCopyStream if pages.device.type == "cuda" else WorkerCopyStream
-    return kind(store, pages, layout, timeout_s, delay_s)
+    if pages.device.type == "cuda":
+        return CudaCopyStream(store, pages, layout, timeout_s, delay_s, kernels)
+    return WorkerCopyStream(store, pages, layout, timeout_s, delay_s)
 
 
 def _overdue(fetch: Fetch, timeout_s: float) -> TierError:
@@ -87,10 +98,12 @@ class WorkerCopyStream(CopyStream):
         self._thread = threading.Thread(target=self._serve, name="dsv4x-copy-stream", daemon=True)
         self._thread.start()
 
-    def fetch(self, layer: int, entries: torch.Tensor, slots: torch.Tensor) -> Fetch:
+    def fetch(
+        self, layer: int, entries: torch.Tensor, slots: torch.Tensor, count: torch.Tensor | None = None
+    ) -> Fetch:
         if self._closing.is_set():
             raise TierError("The tiered cache is closed; it cannot fetch.")
-        fetch = _WorkerFetch(layer, entries, slots)
+        fetch = _WorkerFetch(layer, entries, slots, count)
         self._queue.put(fetch)
         return fetch
 
@@ -131,38 +144,46 @@ class _CudaFetch(Fetch):
 
 
 class CudaCopyStream(CopyStream):
-    """The same on a CUDA stream, in torch alone: the host gathers the rows into pinned staging memory, so
-    that enqueuing waits for the miss list (a host synchronisation that a zero-copy gather kernel does not
-    need).
+    """The same on a CUDA stream, with the op `fetch_rows`. Its torch backend gathers on the host and so waits
+    for the list of rows; the CUDA kernel does neither.
 
     `wait` makes the forward stream wait, not the host; a fetch that hangs is reported by a later `fetch` or
-    `wait`.
+    `wait`. In a graph's capture the fork and the join become the graph's, and nothing can be overdue.
     """
 
     def __init__(
-        self, store: HostStore, pages: torch.Tensor, layout: PageLayout, timeout_s: float, delay_s: float
+        self,
+        store: HostStore,
+        pages: torch.Tensor,
+        layout: PageLayout,
+        timeout_s: float,
+        delay_s: float,
+        kernels: Kernels,
     ) -> None:
-        self._store, self._pages, self._layout = store, pages, layout
+        self._store, self._pages, self._layout, self._kernels = store, pages, layout, kernels
         self._timeout_s, self._delay_s = timeout_s, delay_s
         self._stream = torch.cuda.Stream(pages.device)
         self._unfinished: list[_CudaFetch] = []
 
-    def fetch(self, layer: int, entries: torch.Tensor, slots: torch.Tensor) -> Fetch:
+    def fetch(
+        self, layer: int, entries: torch.Tensor, slots: torch.Tensor, count: torch.Tensor | None = None
+    ) -> Fetch:
         self._report_overdue()
-        fetch = _CudaFetch(layer, entries, slots)
-        rows = self._store.read(layer, entries).pin_memory()
-        forward = torch.cuda.current_stream(self._pages.device)
-        self._stream.wait_stream(forward)
+        fetch = _CudaFetch(layer, entries, slots, count)
+        self._stream.wait_stream(torch.cuda.current_stream(self._pages.device))
         with torch.cuda.stream(self._stream):
             if self._delay_s:
                 # A second is about 1.5e9 cycles of a data-centre GPU; the exact length does not matter.
                 torch.cuda._sleep(int(self._delay_s * 1.5e9))
-            scatter_rows(
-                self._pages[layer], self._layout, slots, rows.to(self._pages.device, non_blocking=True)
+            self._kernels.fetch_rows(
+                self._store.rows[layer], self._pages[layer], self._layout, entries, slots, count
             )
-            slots.record_stream(self._stream)
+            for used in (entries, slots, count):
+                if used is not None and used.is_cuda:
+                    used.record_stream(self._stream)
             fetch.arrived.record(self._stream)
-        self._unfinished.append(fetch)
+        if not torch.cuda.is_current_stream_capturing():
+            self._unfinished.append(fetch)
         return fetch
 
     def wait(self, fetch: Fetch) -> None:
@@ -175,6 +196,8 @@ class CudaCopyStream(CopyStream):
         self._unfinished.clear()
 
     def _report_overdue(self) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            return
         self._unfinished = [fetch for fetch in self._unfinished if not fetch.arrived.query()]
         for fetch in self._unfinished:
             if time.monotonic() - fetch.enqueued > self._timeout_s:

@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 import torch
 
-from ..jit_kernels.resolve import PENDING, STATES, VALID, Resolution
+from ..jit_kernels.resolve import FETCHED, MISSES, PENDING, REPLACED, SELECTED, STATES, VALID, WRITTEN
 
-# Columns of the device tensor: first how often selections found their slot in each state (`Resolution`).
+# Columns of the device tensor: those of `jit_kernels/resolve.py`, which its ops add to, then the cache's own.
 _VALID = [state for state in range(STATES) if state & VALID]
 _PENDING = [state for state in range(STATES) if state & PENDING and not state & VALID]
-SELECTED, MISSES, REPLACED, FETCHED, WRITTEN, PREFILL_HOT, PREFILL_HOST, COLUMNS = range(STATES, STATES + 8)
+PREFILL_HOT, PREFILL_HOST, COLUMNS = range(WRITTEN + 1, WRITTEN + 4)
 
 
 class TierCounters(NamedTuple):
@@ -49,25 +49,13 @@ class DeviceCounters:
 
     def __init__(self, layers: int, row_bytes: int, device: torch.device) -> None:
         self._row_bytes = row_bytes
-        self._counts = torch.zeros((layers, COLUMNS), dtype=torch.int64, device=device)
-        self._states = [row[:STATES] for row in self._counts]
-        self._cells = [list(row) for row in self._counts]
+        self.all = torch.zeros((layers, COLUMNS), dtype=torch.int64, device=device)
+        self._layers = list(self.all)
+        self._cells = [list(row) for row in self.all]
 
-    def add_resolution(self, layer: int, found: Resolution) -> None:
-        self._states[layer].add_(found.states)
-        cells = self._cells[layer]
-        cells[SELECTED].add_(found.selected)
-        if found.replaced is not None:
-            cells[MISSES].add_(found.missing)
-            cells[FETCHED].add_(found.fetch_slots.shape[0])
-            cells[REPLACED].add_(found.replaced)
-
-    def add_replaced(self, replaced: torch.Tensor) -> None:
-        """`replaced` int64 [L]."""
-        self._counts[:, REPLACED] += replaced
-
-    def add_written(self, layer: int, entries: int) -> None:
-        self._cells[layer][WRITTEN].add_(entries)
+    def layer(self, index: int) -> torch.Tensor:
+        """int64 [15], what the ops on this layer add to."""
+        return self._layers[index]
 
     def add_prefill(self, layer: int, hot: int, host: int) -> None:
         self._cells[layer][PREFILL_HOT].add_(hot)
@@ -75,7 +63,7 @@ class DeviceCounters:
 
     def read(self) -> TierCounters:
         """Waits for the device."""
-        columns = self._counts.t().tolist()
+        columns = self.all.t().tolist()
 
         def summed(*names: int) -> list[int]:
             return [sum(values) for values in zip(*(columns[name] for name in names), strict=True)]

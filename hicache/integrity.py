@@ -7,7 +7,7 @@ import torch
 
 from ..jit_kernels.layouts import C4_ENTRIES_PER_PAGE, PageLayout
 from ..jit_kernels.paged_rows import gather_rows
-from ..jit_kernels.resolve import ABSENT, PENDING, VALID, SlotTables
+from ..jit_kernels.resolve import ABSENT, GROUP_BITS, GROUP_MASK, PENDING, VALID, SlotTables
 from .counters import TierCounters
 from .errors import IntegrityError
 from .host_store import HostStore
@@ -20,10 +20,11 @@ def _first(mask: torch.Tensor) -> list[int]:
 
 def check_tables(tables: SlotTables, outstanding: list[torch.Tensor]) -> None:
     """Tags and groups are inverse maps, page 0 is untouched, used and free groups add up, only tagged groups
-    have slots that are not absent, and the pending slots of each layer are those of its outstanding fetches
-    (`outstanding[layer]` int64 [F]). Raises IntegrityError."""
+    have slots that are not absent, units' words say which members are valid, and the pending slots of each layer
+    are those of its outstanding fetches (`outstanding[layer]` int [F]). Raises IntegrityError."""
     unit, spare_group, spare_unit = tables.unit, tables.groups, tables.units
-    tags, groups = tables.group_tag[:, :spare_group].long(), tables.unit_group[:, :spare_unit].long()
+    tags, words = tables.group_tag[:, :spare_group].long(), tables.unit_group[:, :spare_unit].long()
+    groups = words & GROUP_MASK
 
     def fail(wrong: torch.Tensor, what: str) -> None:
         """wrong: bool [L, G]."""
@@ -46,7 +47,7 @@ def check_tables(tables: SlotTables, outstanding: list[torch.Tensor]) -> None:
     used = tags != spare_unit
     own = torch.arange(spare_group, device=tags.device)
     fail(
-        used & (tables.unit_group.gather(1, tags) != own),
+        used & (tables.unit_group.gather(1, tags) & GROUP_MASK != own),
         "the tag's unit is in another group or cold",
     )
     free = tables.last_used[:, :spare_group] < 0
@@ -64,6 +65,12 @@ def check_tables(tables: SlotTables, outstanding: list[torch.Tensor]) -> None:
             entry = int(tables.group_tag[layer, slot // unit]) * unit + slot % unit
             what = "pending without a fetch" if pending[slot] else "being fetched and not pending"
             raise IntegrityError(f"layer {layer}, entry {entry} (slot {slot}): {what}")
+    members = torch.arange(unit, device=tags.device)
+    noted = (tables.unit_group.gather(1, tags)[:, :, None] >> (GROUP_BITS + members)) & 1 != 0
+    fail(
+        used & (noted != (tables.state[:, :spare_group] == VALID)).any(2),
+        "the unit's word says otherwise than the slots which members are valid",
+    )
 
 
 def check_bytes(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..jit_kernels.layouts import C4_ENTRIES_PER_PAGE, PageLayout
+from ..jit_kernels.resolve import GROUP_BITS
 from .errors import TierError
 
 UNITS = (1, 2, 4, 8)
@@ -68,9 +69,15 @@ class TierShape:
     @property
     def table_bytes(self) -> int:
         """Device tables, all layers (`jit_kernels/resolve.py`): a group per unit; tag, age, hold per group; a
-        state per slot; one spare unit and group; the order of groups."""
+        state per slot; one spare unit and group; the order of groups; the clock. CUDA kernels take
+        `scratch_bytes` besides."""
         spare = self.groups + 1
-        return self.layers * (4 * (self.units + 1) + (12 + self.unit) * spare + 8 * self.groups)
+        return self.layers * (4 * (self.units + 1) + (16 + self.unit) * spare + 8 * self.groups) + 4
+
+    @property
+    def scratch_bytes(self) -> int:
+        """About what the CUDA kernels' scratch takes: two queues of groups per layer, two claims per unit."""
+        return 8 * self.layers * self.groups + 16 * (self.units + 1)
 
     def check(self) -> None:
         """Raises TierError for sizes with which a step could fail; names the flag and the number that would
@@ -89,6 +96,12 @@ class TierShape:
             raise TierError(
                 f"{self.entries} C4 entries are not whole pages of {C4_ENTRIES_PER_PAGE} beyond the reserved "
                 f"page 0; raise --max-total-tokens to a multiple of {C4_ENTRIES_PER_PAGE * COMPRESSION}."
+            )
+        if self.groups >= 1 << GROUP_BITS:
+            most = self.unit * ((1 << GROUP_BITS) - 1)
+            raise TierError(
+                f"--dsv4x-hot-entries is {self.slots}; the tables count at most {most} per layer with "
+                f"--dsv4x-fetch-unit {self.unit}."
             )
         if self.slots < self.bound:
             raise TierError(

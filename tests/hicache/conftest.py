@@ -8,6 +8,7 @@ import pytest
 import torch
 from sglang_dsv4x.hicache import TieredCache, TierShape
 from sglang_dsv4x.jit_kernels.layouts import PageLayout, main_layout
+from sglang_dsv4x.jit_kernels.registry import select
 
 SMALL = PageLayout(64, 24, 8)
 """Rows of 32 bytes: the arithmetic of the released layout with less to move."""
@@ -37,6 +38,8 @@ def make_cache() -> Iterator[Callable[..., TieredCache]]:
         copy_timeout_s: float = 20,
         copy_delay_s: float = 0,
         device: str = "cpu",
+        kernels: str = "auto",
+        fetch_at_once: bool = False,
     ) -> TieredCache:
         shape = TierShape(
             layers=layers,
@@ -49,7 +52,13 @@ def make_cache() -> Iterator[Callable[..., TieredCache]]:
             chunk_tokens=chunk_tokens,
         )
         cache = TieredCache(
-            shape, device, checks=checks, copy_timeout_s=copy_timeout_s, copy_delay_s=copy_delay_s
+            shape,
+            device,
+            checks=checks,
+            copy_timeout_s=copy_timeout_s,
+            copy_delay_s=copy_delay_s,
+            kernels=select(kernels, torch.device(device)),
+            fetch_at_once=fetch_at_once,
         )
         made.append(cache)
         return cache

@@ -247,11 +247,11 @@ def test_gather_reads_hot_and_cold_rows_alike_and_counts_them(make_cache: Maker)
     entries = torch.arange(64, 64 + 128)
     rows = fill(cache, entries)
     mixed = torch.randperm(128)
-    before = [table.clone() for table in cache._tables]
+    before = [table.clone() for table in cache._tables.tensors]
     for layer in range(2):
         assert torch.equal(cache.gather(layer, entries[mixed]), rows[layer][mixed])
         cache.verify_read(layer, entries[mixed], cache.gather(layer, entries[mixed]))
-    assert all(torch.equal(table, old) for table, old in zip(cache._tables, before, strict=True))
+    assert all(torch.equal(table, old) for table, old in zip(cache._tables.tensors, before, strict=True))
     counters = cache.counters()
     valid = len(hot(cache, 0))
     assert 0 < valid < 128
@@ -325,9 +325,11 @@ def test_reset_leaves_everything_cold_and_counters_running(make_cache: Maker) ->
     cache.begin_step(NOTHING)
     select(cache, 0, [[64, 65]], 64, 128)
     before = cache.counters()
-    addresses = [table.data_ptr() for table in cache._tables] + [cache.device_pages(1).data_ptr()]
+    addresses = [table.data_ptr() for table in cache._tables.tensors] + [cache.device_pages(1).data_ptr()]
     cache.reset()
-    assert [table.data_ptr() for table in cache._tables] + [cache.device_pages(1).data_ptr()] == addresses
+    assert [table.data_ptr() for table in cache._tables.tensors] + [
+        cache.device_pages(1).data_ptr()
+    ] == addresses
     assert hot(cache, 0) == hot(cache, 1) == set()
     assert cache.counters() == before
     cache.check_integrity()

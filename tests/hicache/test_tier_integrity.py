@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from sglang_dsv4x.hicache import IntegrityError, TieredCache
+from sglang_dsv4x.jit_kernels.resolve import GROUP_BITS
 from tier_oracle import fill, select
 
 Maker = Callable[..., TieredCache]
@@ -60,6 +61,13 @@ def test_a_unit_in_two_groups(cache: TieredCache) -> None:
     cache._tables.group_tag[0, group] = cache._tables.group_tag[0, other]
     cache._tables.last_used[0, group] = 1
     with pytest.raises(IntegrityError, match=f"layer 0, entry {entry} .*another group"):
+        cache.check_integrity()
+
+
+def test_a_units_word_that_calls_another_member_valid(cache: TieredCache) -> None:
+    _, entry = hot_group(cache, 1)
+    cache._tables.unit_group[1, entry // 2] ^= 1 << GROUP_BITS
+    with pytest.raises(IntegrityError, match=rf"layer 1, entry {entry} .*which members are valid"):
         cache.check_integrity()
 
 
@@ -160,7 +168,7 @@ def test_verify_read_rejects_the_dummy_page(cache: TieredCache) -> None:
 
 
 def test_checking_modifies_nothing(cache: TieredCache) -> None:
-    everything = [*cache._tables, cache._pages, cache._store.rows, cache._counters._counts]
+    everything = [*cache._tables.tensors, cache._pages, cache._store.rows, cache._counters.all]
     before = [tensor.clone() for tensor in everything]
     cache.check_integrity()
     assert all(torch.equal(a, b) for a, b in zip(everything, before, strict=True))

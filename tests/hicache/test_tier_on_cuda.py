@@ -11,7 +11,7 @@ from sglang_dsv4x.hicache import IntegrityError, TieredCache, TierError
 from sglang_dsv4x.hicache.copy_stream import CudaCopyStream
 from tier_oracle import on, random_rows, read_slots
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = pytest.mark.gpu
 
 
 def cold_cache(make_cache: Callable[..., TieredCache], **options: float) -> tuple[TieredCache, torch.Tensor]:

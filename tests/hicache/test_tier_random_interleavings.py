@@ -113,6 +113,8 @@ class Model:
             on(self.cache, [request.length for request in requests], torch.int32),
         )
         assert slots.tolist() == self.oracles[layer].resolve(queries, self.cache.step)
+        if self.cache._fetch_at_once:
+            self.join(layer)
         return slots, [[item[0] for item in query] for query in queries]
 
     def join(self, layer: int) -> None:
@@ -252,16 +254,24 @@ class Model:
         assert len(self.free) + len(self.references) == len(self.pages)
 
 
-DEVICES = [
-    "cpu",
-    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")),
+PLACES = [
+    ("cpu", "torch", False),
+    ("cpu", "torch", True),
+    pytest.param("cuda", "torch", False, marks=pytest.mark.gpu),
+    pytest.param("cuda", "auto", False, marks=pytest.mark.gpu),
+    pytest.param("cuda", "auto", True, marks=pytest.mark.gpu),
 ]
 
 
 @pytest.mark.parametrize("unit", [1, 2, 4, 8])
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("device", "kernels", "fetch_at_once"), PLACES)
 def test_every_read_shows_what_the_owner_wrote_in_any_interleaving(
-    device: str, unit: int, make_cache: Callable[..., TieredCache], small_layout: PageLayout
+    device: str,
+    kernels: str,
+    fetch_at_once: bool,
+    unit: int,
+    make_cache: Callable[..., TieredCache],
+    small_layout: PageLayout,
 ) -> None:
     hint_slots = 6 * unit
     cache = make_cache(
@@ -275,6 +285,8 @@ def test_every_read_shows_what_the_owner_wrote_in_any_interleaving(
         extra_slots=hint_slots,
         layout=small_layout,
         copy_delay_s=0.0001,
+        kernels=kernels,
+        fetch_at_once=fetch_at_once,
     )
     model = Model(cache, random.Random(unit), hint_slots)
     operations = [model.start, model.fork, model.extend, model.decode, model.hint, model.finish, model.flush]
@@ -283,4 +295,5 @@ def test_every_read_shows_what_the_owner_wrote_in_any_interleaving(
         model.random.choices(operations, weights)[0]()
         model.check()
     counters = cache.counters()
-    assert counters.misses and counters.hits and counters.pending and counters.replaced
+    assert counters.misses and counters.hits and counters.replaced
+    assert bool(counters.pending) != fetch_at_once

@@ -13,6 +13,7 @@ from sglang_dsv4x.hicache import IntegrityError, TieredCache
 from sglang_dsv4x.hicache.copy_stream import Fetch, WorkerCopyStream
 from sglang_dsv4x.hicache.host_store import HostStore
 from sglang_dsv4x.hicache.shadow import ShadowStore
+from sglang_dsv4x.jit_kernels import registry
 from sglang_dsv4x.jit_kernels import resolve as ops
 from tier_oracle import fill, read_slots, write_step
 
@@ -54,8 +55,8 @@ def join_without_waiting(patch: pytest.MonkeyPatch) -> None:
 def fetch_of_the_wrong_rows(patch: pytest.MonkeyPatch) -> None:
     right = WorkerCopyStream.fetch
 
-    def wrong(self: WorkerCopyStream, layer: int, entries: torch.Tensor, slots: torch.Tensor) -> Fetch:
-        return right(self, layer, entries.roll(1), slots)
+    def wrong(self: WorkerCopyStream, layer: int, entries: torch.Tensor, *rest: torch.Tensor) -> Fetch:
+        return right(self, layer, entries.roll(1), *rest)
 
     patch.setattr(WorkerCopyStream, "fetch", wrong)
 
@@ -63,14 +64,14 @@ def fetch_of_the_wrong_rows(patch: pytest.MonkeyPatch) -> None:
 def fetch_from_another_layer(patch: pytest.MonkeyPatch) -> None:
     right = WorkerCopyStream.fetch
 
-    def wrong(self: WorkerCopyStream, layer: int, entries: torch.Tensor, slots: torch.Tensor) -> Fetch:
-        return right(self, 1 - layer, entries, slots)
+    def wrong(self: WorkerCopyStream, layer: int, *rest: torch.Tensor) -> Fetch:
+        return right(self, 1 - layer, *rest)
 
     patch.setattr(WorkerCopyStream, "fetch", wrong)
 
 
 def write_without_write_through(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(HostStore, "write", lambda self, layer, entries, rows: None)
+    patch.setattr(ops, "copy_rows", lambda target, locs, rows: None)
 
 
 def replacement_in_use_order_reversed_within_the_step(patch: pytest.MonkeyPatch) -> None:
@@ -100,8 +101,10 @@ def stale_hot_copies_survive_a_rewrite(patch: pytest.MonkeyPatch) -> None:
 
 
 def fetch_finished_for_the_wrong_slots(patch: pytest.MonkeyPatch) -> None:
-    right = ops.finish_fetch
-    patch.setattr(ops, "finish_fetch", lambda tables, slots: right(tables, slots[1:]))
+    def wrong(tables: ops.LayerTables, slots: torch.Tensor, count: torch.Tensor | None) -> None:
+        ops.finish_fetch(tables, slots[1:], count)
+
+    patch.setitem(registry._registered["finish_fetch"], "torch", wrong)
 
 
 FAULTS = [
@@ -127,8 +130,8 @@ def test_the_intact_cache_passes_the_workload(make_cache: Callable[..., TieredCa
 def test_a_removed_guarantee_is_caught(
     fault: Fault, make_cache: Callable[..., TieredCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = make_cache(copy_delay_s=0.002)
     fault(monkeypatch)
+    cache = make_cache(copy_delay_s=0.002)
     with pytest.raises(IntegrityError):
         workload(cache)
 

@@ -55,5 +55,5 @@ def test_bytes_are_those_of_the_tensors(unit: int, make_cache: Callable[..., Tie
     cache = make_cache(unit=unit, extra_slots=5)
     assert cache.shape.host_bytes == cache._store.rows.numel()
     assert cache.shape.hot_bytes == cache._pages.numel()
-    assert cache.shape.table_bytes == sum(table.numel() * table.itemsize for table in cache._tables)
+    assert cache.shape.table_bytes == sum(table.numel() * table.itemsize for table in cache._tables.tensors)
     assert cache.shape.groups == cache.shape.slots // unit

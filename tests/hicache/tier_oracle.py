@@ -81,7 +81,7 @@ class LayerOracle:
         )
 
     def _claim(self, units: list[int], step: int) -> None:
-        """Cold units, ascending, take the groups unused longest."""
+        """Cold units, in this order, take the groups unused longest."""
         free = [number for number, group in enumerate(self.groups) if group.held < step and not group.pending]
         free.sort(key=lambda number: (self.groups[number].last_used, number))
         assert len(free) >= len(units), "the oracle ran out of groups"
@@ -137,7 +137,8 @@ class LayerOracle:
                 missing.append((entry, position, written))
             if group is not None:
                 group.held = step
-        cold = sorted({entry // self.unit for entry, _, _ in missing} - set(self.where))
+        named = dict.fromkeys(entry // self.unit for entry, _, _ in missing)
+        cold = [unit for unit in named if unit not in self.where]
         self._claim(cold, step)
         for entry, position, written in missing:
             first = entry - entry % self.unit

@@ -30,6 +30,12 @@ OPS = {
     "hc_split_sinkhorn",
     "silu_and_mul_clamp",
     "hash_top_k",
+    "claim_writes",
+    "write_rows",
+    "resolve",
+    "resolve_rows",
+    "fetch_rows",
+    "finish_fetch",
 }
 
 
