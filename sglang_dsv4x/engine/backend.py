@@ -72,6 +72,9 @@ class Dsv4xAttnBackend(DeepseekV4AttnBackend):
         core = self.forward_metadata.core_attn_metadata
         self.step = describe_step(core, forward_batch)
         if self.tier is not None:
+            if self.config.checks == "step":
+                # What the last step left, and what was freed since; nothing of this step has begun.
+                self.tier.check_integrity()
             self.tier.begin_step(core.c4_out_loc, recently_used(core, forward_batch, self.step, self.c4_topk))
 
     # ---- compressors

@@ -53,10 +53,37 @@ def describe(pool: Dsv4xTokenToKVPool) -> dict[str, Any]:
     return shown
 
 
+def pools_of(scheduler: Scheduler) -> dict[str, dict[str, int]]:
+    """Tokens (or request slots) of SGLang's pools: total, free, and held by the radix tree (evictable, protected).
+
+    When nothing runs, the parts add up to the total; SGLang's leak check stops the server otherwise.
+    """
+    allocator, tree, requests = (
+        scheduler.token_to_kv_pool_allocator,
+        scheduler.tree_cache,
+        scheduler.req_to_token_pool,
+    )
+    return {
+        "full": {
+            "total": allocator.size_full,
+            "free": allocator.full_available_size(),
+            "evictable": tree.full_evictable_size(),
+            "protected": tree.full_protected_size(),
+        },
+        "swa": {
+            "total": allocator.size_swa,
+            "free": allocator.swa_available_size(),
+            "evictable": tree.swa_evictable_size(),
+            "protected": tree.swa_protected_size(),
+        },
+        "requests": {"total": requests.size, "free": requests.available_size()},
+    }
+
+
 def add_to_internal_state(result: Any, self: Scheduler, *_: Any, **__: Any) -> Any:
     pool = self.token_to_kv_pool_allocator.get_kvcache()
     if isinstance(pool, Dsv4xTokenToKVPool):
-        result.internal_state["dsv4x"] = describe(pool)
+        result.internal_state["dsv4x"] = {**describe(pool), "pools": pools_of(self)}
     return result
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.model_executor.pool_configurator import DSV4PoolConfigurator, _DSV4PoolSizes
 from sglang.srt.runtime_context import get_server_args
 
@@ -58,6 +59,22 @@ def smallest_swa_tokens(chunk_tokens: int, page_size: int) -> int:
     return (chunk_pages + 1 + 2 + 1) * page_size
 
 
+def longest_prompt(total_tokens: int, page_size: int) -> int:
+    """Prompt tokens with which SGLang's scheduler can start a request when nothing else runs.
+
+    `PrefillAdder.add_one_req` starts a request when its prompt, its output of at least one token and one page more
+    are fewer than all tokens; pages are counted whole, so that a prompt may have all of them but two.
+    """
+    return (total_tokens // page_size - 2) * page_size
+
+
+def limit_prompts(result: None, self: Scheduler) -> None:
+    """A longer prompt is refused when it arrives: SGLang 0.5.17 would keep it, and all behind it, waiting for ever."""
+    longest = longest_prompt(self.max_total_num_tokens, self.page_size)
+    # SGLang refuses a prompt of max_req_input_len tokens and more.
+    self.max_req_input_len = min(self.max_req_input_len, longest + 1)
+
+
 class Dsv4xPoolConfigurator(DSV4PoolConfigurator):
     """SGLang's sizes, clamped by the host store."""
 
@@ -91,6 +108,13 @@ class Dsv4xPoolConfigurator(DSV4PoolConfigurator):
 
 
 SEAMS: list[Any] = [
+    Seam(
+        path="sglang.srt.managers.scheduler.Scheduler.init_model_worker",
+        signature="(self)",
+        kind="after",
+        reason="a prompt that fits the pool but can never be scheduled is refused",
+        hook=limit_prompts,
+    ),
     Seam(
         path="sglang.srt.model_executor.pool_configurator.DSV4PoolConfigurator",
         signature="class (self, kvc)",
