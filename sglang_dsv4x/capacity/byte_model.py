@@ -32,6 +32,8 @@ PAGE = 256
 
 C4_STATE_RING = 8
 C128_STATE_RING = 128
+OVERLAP_TOKENS = 4
+"""Tokens of the previous block that a C4 entry is also made of."""
 CONTEXT_HEADROOM = 4
 """Columns of a request's row in the request table beyond the longest context (allocation_sizing.py)."""
 
@@ -56,6 +58,10 @@ class Settings:
     """Bytes of one compressor state value: fp32, or 2 with SGLANG_DSV4_COMPRESS_STATE_DTYPE=bfloat16."""
     checks: bool = False
     """--dsv4x-checks step: a resident copy of all C4 rows."""
+    resume_memory: int = 4 << 30
+    """Host bytes for resume points (--dsv4x-resume-memory-gb); 0 without the radix cache, which owns them."""
+    cuda: bool = True
+    """Kernels need scratch memory on a CUDA device."""
 
 
 class Sizes(NamedTuple):
@@ -169,11 +175,17 @@ def tier_shape(shape: CacheShape, settings: Settings, tokens: int, requests: int
     return found
 
 
-def resume_point_bytes(points: int) -> int:
-    """Host copies of SWA tails and compressor states at prefix boundaries. This version keeps none."""
-    if points:
-        raise PlanError("Resume points are not kept in this version: plan with 0 of them.")
-    return 0
+def resume_point_bytes(shape: CacheShape, settings: Settings) -> int:
+    """One resume point: the last 128 SWA rows of each layer, and the states of four tokens in each C4 layer."""
+    rows = shape.layers * WINDOW * main_layout(PAGE, settings.storage).row_bytes
+    state = OVERLAP_TOKENS * 2 * 2 * (HEAD_DIM + INDEX_HEAD_DIM) * settings.state_bytes
+    return rows + shape.c4_layers * state
+
+
+def resume_bytes(shape: CacheShape, settings: Settings) -> int:
+    """All resume points: as many as fit in what is given for them."""
+    point = resume_point_bytes(shape, settings)
+    return settings.resume_memory // point * point
 
 
 def objects(shape: CacheShape, settings: Settings, sizes: Sizes) -> list[ObjectBytes]:
@@ -191,8 +203,9 @@ def objects(shape: CacheShape, settings: Settings, sizes: Sizes) -> list[ObjectB
             ObjectBytes("C4 KV, hot", "device", tier.hot_bytes),
             ObjectBytes("C4 KV, tables", "device", tier.table_bytes),
             ObjectBytes("C4 KV, all", "host", tier.host_bytes),
-            ObjectBytes("resume points", "host", resume_point_bytes(0)),
         ]
+        if settings.cuda:
+            found.append(ObjectBytes("C4 KV, scratch", "device", tier.scratch_bytes))
         if settings.checks:
             shadow = tier.layers * tier.entries * (tier.layout.row_bytes + 1)
             found.append(ObjectBytes("C4 KV, shadow", "device", shadow))
@@ -200,6 +213,7 @@ def objects(shape: CacheShape, settings: Settings, sizes: Sizes) -> list[ObjectB
         found.append(ObjectBytes("C4 KV", "device", c4_bytes(shape, tokens, storage)))
     return [
         *found,
+        ObjectBytes("resume points", "host", resume_bytes(shape, settings)),
         ObjectBytes("C4 compressor state", "device", c4_state_bytes(shape, window, state)),
         ObjectBytes("C128 compressor state", "device", c128_state_bytes(shape, requests, state)),
         ObjectBytes("request table", "device", request_table_bytes(requests, settings.context_tokens)),

@@ -18,6 +18,7 @@ from .shape import CacheShape
 from .traffic import MISS_RATE, STEP_S
 
 CHUNK_TOKENS = 8192
+RESUME_GIB = Settings.resume_memory / GIB
 TP_SIZES = (1, 2, 4, 8)
 """One node."""
 
@@ -97,6 +98,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     tier.add_argument("--dsv4x-fetch-unit", type=int, choices=(1, 2, 4, 8), default=2, help="default: 2")
     tier.add_argument("--dsv4x-index-dtype", choices=("fp4", "fp8"), default="fp4", help="default: fp4")
+    tier.add_argument(
+        "--dsv4x-resume-memory-gb",
+        type=float,
+        default=RESUME_GIB,
+        metavar="GIB",
+        help=f"host memory of each rank for resume points; 0: none (default: {RESUME_GIB:g})",
+    )
     link = parser.add_argument_group("fetches")
     link.add_argument(
         "--miss-rate",
@@ -162,6 +170,10 @@ def _given_tp_size(args: argparse.Namespace) -> int | None:
     return args.gpus // replicas
 
 
+def _resume_bytes(gib: float) -> int:
+    return 0 if gib == 0 else gib_bytes("--dsv4x-resume-memory-gb", gib)
+
+
 def question_of(args: argparse.Namespace, tp: int) -> Question:
     """The parsed arguments with `tp` GPUs a replica, or in all with DP attention."""
     shape = CacheShape.of(configs.load(args.model))
@@ -194,6 +206,7 @@ def question_of(args: argparse.Namespace, tp: int) -> Question:
             hot_entries=args.hot_entries,
             chunk_tokens=args.chunked_prefill_size,
             context_tokens=context,
+            resume_memory=_resume_bytes(args.dsv4x_resume_memory_gb),
         ),
         machine=machine,
         context=context,

@@ -54,10 +54,10 @@ class Fitter:
         smallest = smallest_window_tokens(self.settings.chunk_tokens)
         return Sizes(tokens, max(smallest, min(tokens, self.needed_window(requests))), requests)
 
-    def limit(self, tokens: int, requests: int) -> str | None:
-        """The first limit that `tokens` and `requests` exceed; None: they fit."""
+    def limit_of(self, sizes: Sizes) -> str | None:
+        """The first limit that `sizes` exceed; None: they fit."""
         try:
-            found = objects(self.shape, self.settings, self.sizes(tokens, requests))
+            found = objects(self.shape, self.settings, sizes)
         except PlanError:
             return HOT
         if total(found, "device") > self.budget.device:
@@ -65,6 +65,10 @@ class Fitter:
         if self.budget.host is not None and total(found, "host") > self.budget.host:
             return HOST
         return None
+
+    def limit(self, tokens: int, requests: int) -> str | None:
+        """`limit_of` the sizes for `tokens` and `requests`."""
+        return self.limit_of(self.sizes(tokens, requests))
 
     def most_requests(self, context: int, cap: int | None = None) -> Fit:
         """Most requests of `context` tokens each that run at once, at most `cap`, and the tokens they take."""

@@ -135,7 +135,7 @@ def _variant(name: str, fitter: Fitter, question: Question) -> Variant:
     fit = fitter.most_requests(question.context, question.running)
     running = question.running or max(1, fit.requests)
     most = fitter.most_tokens(running)
-    sizes = fitter.sizes(most.tokens, running)
+    sizes = fitter.sizes(max(PAGE, most.tokens), running)
     found = objects(fitter.shape, fitter.settings, sizes)
     price = sum(cost.per_token for cost in _costs(fitter, sizes) if cost.where == "device")
     return Variant(
@@ -170,7 +170,7 @@ def _stock(question: Question, resident: Fitter) -> list[Variant]:
     return variants
 
 
-_HOT = ("C4 KV, hot", "C4 KV, tables")
+_HOT = ("C4 KV, hot", "C4 KV, tables", "C4 KV, scratch")
 
 
 def _costs(fitter: Fitter, sizes: Sizes) -> list[Cost]:

@@ -73,9 +73,13 @@ def test_a_million_tokens_of_flash_on_two_gpus(capsys: pytest.CaptureFixture[str
     assert answer["model"]["payload_bytes_per_request"] / GIB == pytest.approx(3.435, abs=5e-4)
     on, off = variant(answer, "tier on"), variant(answer, "tier off")
     assert on["requests"] > 6 * off["requests"] > 6 * variant(answer, "stock SGLang")["requests"]
-    # Padded C128 pages, MXFP4 keys, a tag per unit of two entries, the SWA location of every token, a free list.
-    assert on["device_bytes_per_token"] == 20 * 1728 / 256 + 21 * 68 / 4 + 21 * 4 / 8 + 8 + 8 / 256
-    assert answer["host_bytes_needed_node"] == 2 * 21 * 584 * (on["requests"] * (1 << 18) + 64)
+    # Padded C128 pages, MXFP4 keys, per unit of two entries a tag in each layer and two claims of the kernels, the
+    # SWA location of every token, a free list.
+    per_unit = 21 * 4 + 16
+    assert on["device_bytes_per_token"] == 20 * 1728 / 256 + 21 * 68 / 4 + per_unit / 8 + 8 + 8 / 256
+    point = 43 * 128 * 584 + 21 * 4 * (8192 + 2048)
+    store, points = 21 * 584 * (on["requests"] * (1 << 18) + 64), 4 * GIB // point * point
+    assert answer["host_bytes_needed_node"] == 2 * (store + points)
     assert (
         sum(o["bytes"] for o in answer["objects"] if o["where"] == "device")
         <= answer["machine"]["device_budget_bytes"]
