@@ -8,6 +8,7 @@ import importlib
 BENCHMARKS = {
     "throughput": "prefill and decode tokens/s through a server, tier off and on, in turns (a tiny model, no GPU)",
     "tier-axes": "a trace with the tier off and on, bit by bit, over fetch units, chunks and late copies (no GPU)",
+    "replay-against-bench-serving": "TTFT and inter-token latency by replay and by SGLang's bench_serving (no GPU)",
 }
 
 
