@@ -14,7 +14,7 @@ from sglang_dsv4x.replay.connection_arguments import (
     positive_float,
     positive_int,
 )
-from sglang_dsv4x.replay.formats import FORMATS
+from sglang_dsv4x.replay.formats.arguments import add_format_arguments
 from sglang_dsv4x.replay.session import Endpoint
 
 DESCRIPTION = """\
@@ -55,10 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="TRACE",
         help="trace file, or 'small' for the trace that ships with the package",
     )
-    known = "; ".join(f"{name}: {each.description}" for name, each in sorted(FORMATS.items()))
-    parser.add_argument(
-        "--format", choices=sorted(FORMATS), default="weka", help=f"trace format (default weka). {known}"
-    )
+    add_format_arguments(parser.add_argument_group("trace format"))
     _add_server(parser.add_argument_group("server"))
     _add_shape(parser.add_argument_group("what is sent"))
     _add_pace(parser.add_argument_group("when it is sent"))
@@ -103,15 +100,17 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--api",
-        choices=("auto", "sglang", "openai"),
+        choices=("auto", "sglang", "openai", "openai-chat"),
         default="auto",
-        help="sglang: POST /generate; openai: POST /v1/completions with token ids as prompt (default auto: "
-        "sglang where /server_info answers, else openai)",
+        help="sglang: POST /generate; openai: POST /v1/completions with token ids as prompt; openai-chat: POST "
+        "/v1/chat/completions with a word for each token id, for servers that have nothing else: prompts are then "
+        "longer or shorter than the trace's, as the server's tokenizer has it (default auto: sglang where "
+        "/server_info answers, else openai)",
     )
     group.add_argument(
         "--model",
         metavar="NAME",
-        help="model to ask for, with the openai interface (default: the first that /v1/models lists)",
+        help="model to ask for, with the openai interfaces (default: the first that /v1/models lists)",
     )
     group.add_argument(
         "--openai-strict",

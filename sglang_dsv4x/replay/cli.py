@@ -16,7 +16,8 @@ from sglang_dsv4x.replay import compare, report, table
 from sglang_dsv4x.replay.arguments import add_arguments
 from sglang_dsv4x.replay.client import Connection, RequestError, Sampling
 from sglang_dsv4x.replay.connection_arguments import ConnectionArgumentError, connection_of
-from sglang_dsv4x.replay.formats import TraceError, load_trace, trace_path
+from sglang_dsv4x.replay.formats import TraceError
+from sglang_dsv4x.replay.formats.arguments import load_all
 from sglang_dsv4x.replay.interrupt import exit_code, run_until_signal, sigterm_interrupts
 from sglang_dsv4x.replay.journal import JournalError
 from sglang_dsv4x.replay.pictures import PicturesError, check_pictures, write_pictures
@@ -36,7 +37,7 @@ class UsageError(Exception):
 def run(args: argparse.Namespace) -> int:
     """Runs the command and returns its exit code. The table goes to stdout, everything else to stderr."""
     try:
-        conversations = [c for name in args.traces for c in load_trace(trace_path(name), args.format)]
+        conversations = load_all(args)
         other = None if args.against is None else report.read_json(args.against)
         for flag in ("json", "html", "png", "resume"):
             check_writable(f"--{flag}", getattr(args, flag))

@@ -52,8 +52,8 @@ class Branches:
     turns_beside: int | None = 0
 
 
-# An agent runs a Turn, waits for an Agent (a sub-agent) to end, or starts Branches. Before a Turn or an Agent it waits
-# for the branches that are due. A conversation has ended when all of its agents have.
+# An agent runs a Turn, waits for an Agent (a sub-agent) to end, or starts Branches. Before each step it waits for the
+# branches that are due. A conversation has ended when all of its agents have.
 Step = Turn | Agent | Branches
 
 

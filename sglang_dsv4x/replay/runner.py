@@ -180,6 +180,7 @@ class Runner:
             await self._clock.pause(agent.pause_s)
         beside = Beside()
         for step in agent.steps:
+            await beside.due()
             if isinstance(step, PlannedBranches):
                 for branch in step.agents:
                     task = self._branch(self._agent(conversation, branch, prompts, unjoined))
@@ -187,9 +188,7 @@ class Runner:
                         unjoined.append(task)
                     else:
                         beside.add(task, step.turns_beside)
-                continue
-            await beside.due()
-            if isinstance(step, PlannedTurn):
+            elif isinstance(step, PlannedTurn):
                 await self._turn(conversation, step, prompts)
                 beside.turn_ended()
             else:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_dsv4x.replay.conversation import Agent, Turn, first_turns, turns
+from sglang_dsv4x.replay.conversation import Agent, Branches, Turn, first_turns, turns
 from sglang_dsv4x.replay.formats import SHIPPED_TRACES, TraceError, load_trace, trace_path
 from sglang_dsv4x.replay.formats.weka import load
 from sglang_dsv4x.replay.synthetic import as_text, make_trace
@@ -30,7 +30,7 @@ def test_the_shipped_trace_is_a_coding_agents_conversation():
     first, forked = all_turns[0], subagents[0].steps[0]
     assert isinstance(forked, Turn)
     assert forked.blocks[:40] == first.blocks[:40] and forked.blocks[40] != first.blocks[40]
-    assert {turn.kind for turn in all_turns} == {"human", "tool"}
+    assert {turn.kind for turn in all_turns} == {"human", "tool", "resume"}
 
 
 def test_totals_of_the_trace_are_those_of_its_turns():
@@ -69,6 +69,55 @@ def test_a_pause_after_a_subagent_does_not_count_its_time_again():
     assert pauses(text) == [0.0, 2.0, 3.0]
 
 
+def test_subagents_that_overlap_in_the_trace_run_beside_each_other():
+    def subagent(t: float, seconds: float, name: str) -> dict[str, object]:
+        ms = 1000 * seconds
+        return {"t": t, "type": "subagent", "agent_id": name, "duration_ms": ms, "requests": [request(0)]}
+
+    text = trace_of(
+        request(0, api_time=10.0),
+        subagent(12, 20, "a"),
+        subagent(20, 5, "b"),
+        subagent(40, 5, "c"),
+        request(50),
+    )
+    [conversation] = load(text, "t")
+    _, group, alone, after = conversation.main.steps
+    assert isinstance(group, Branches) and isinstance(alone, Agent) and isinstance(after, Turn)
+    assert [(a.name, a.pause_s) for a in group.agents] == [
+        ("a", 2.0),
+        ("b", 10.0),
+    ] and group.turns_beside == 0
+    assert (alone.name, alone.pause_s) == ("c", 8.0) and (after.kind, after.pause_s) == ("resume", 5.0)
+
+
+def test_turns_that_started_before_a_subagent_ended_run_beside_it():
+    subagent = {"t": 2, "type": "subagent", "agent_id": "a", "duration_ms": 20_000, "requests": [request(0)]}
+    text = trace_of(request(0, api_time=1.0), subagent, request(5), request(8), request(30))
+    [conversation] = load(text, "t")
+    branches = conversation.main.steps[1]
+    assert isinstance(branches, Branches) and branches.turns_beside == 2
+    assert [turn.kind for turn in turns(conversation.main)].count("resume") == 0
+
+
+def test_an_agent_that_goes_on_from_its_parents_whole_prompt_is_a_fork():
+    fork = request(0, hash_ids=[1, 2, 3], **{"in": 195})
+    steps = [
+        {"t": 1, "type": "subagent", "agent_id": n, "requests": [r]}
+        for n, r in (("a", fork), ("b", request(0, hash_ids=[1, 9])))
+    ]
+    [conversation] = load(trace_of(request(0), *steps), "t")
+    assert [turn.kind for turn in turns(conversation.main)] == ["tool", "fork", "tool"]
+
+
+def test_subagents_nested_beyond_reason_are_refused():
+    inner: dict[str, object] = request(0)
+    for _ in range(80):
+        inner = {"t": 0, "type": "subagent", "agent_id": "a", "requests": [inner]}
+    with pytest.raises(TraceError, match="more than 64 deep"):
+        load(trace_of(inner), "t")
+
+
 def test_cutting_counts_subagents_turns_and_drops_empty_agents():
     subagent = {"t": 1, "type": "subagent", "agent_id": "a", "requests": [request(0), request(1)]}
     [conversation] = load(trace_of(request(0), subagent, request(9)), "t")
@@ -98,6 +147,8 @@ BAD = [
     ({"requests": [request(0, out=10**30)]}, "requests[0].out: is an integer of more than 20 digits"),
     ({"requests": [request(0, hash_ids=[1, -2])]}, "requests[0].hash_ids[1]: is -2; cannot be negative"),
     ({"requests": [request(0, hash_ids=[1, "2"])]}, "requests[0].hash_ids[1]: must be an integer"),
+    ({"requests": [request(0, hash_ids=[1, True])]}, "requests[0].hash_ids[1]: must be an integer"),
+    ({"requests": [request(0, hash_ids=[2**63, 1])]}, "requests[0].hash_ids[0]: is 9223372036854775808; must be"),
     ({"requests": [request(0), request(1, type="z")]}, "requests[1].type: is 'z'"),
     ({"requests": [request(0, think_time="1")]}, "requests[0].think_time: must be a number of seconds"),
     ({"requests": [request(0, input_types="text")]}, "requests[0].input_types: must be a list"),
@@ -119,7 +170,7 @@ def test_a_wrong_field_is_named_with_its_file(change: dict[str, object], words: 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b'{"id": "x",\n "requests": [', "line 2, column 15: not JSON: the file ends too early"),
+        (b'{"id": "x",\n "requests": [', "line 2, column 15: not JSON: it ends too early"),
         (b'{"id": "x",\n nonsense}', "line 2, column 2: not JSON"),
         (b"", "line 1, column 1: not JSON"),
         (b"[]", "the file must hold one JSON object, not a list"),
@@ -182,12 +233,3 @@ def test_a_mutated_trace_loads_or_is_refused_and_never_crashes(data: st.DataObje
         return
     for turn in turns(conversation.main):
         assert turn.input_tokens > 0 and turn.output_tokens >= 0 and turn.pause_s >= 0
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.binary(max_size=200))
-def test_arbitrary_bytes_never_crash_the_loader(tmp_path_factory: pytest.TempPathFactory, content: bytes):
-    path = tmp_path_factory.getbasetemp() / "bytes.json"
-    path.write_bytes(content)
-    with pytest.raises(TraceError):
-        load_trace(path, "weka")

@@ -182,7 +182,7 @@ def test_a_warm_server_is_pointed_out(tmp_path: Path, command: Command):
     ("argv", "words"),
     [
         (["{tmp}/missing.json", "--base-url", "http://x"], "cannot be read"),
-        (["{tmp}/short.json", "--base-url", "http://x"], "short.json: line 1, column 8: not JSON"),
+        (["{tmp}/short.json", "--base-url", "http://x"], "short.json: line 1, column 16: not JSON"),
         (
             ["small", "--base-url", "http://x", "--against", "{tmp}/empty.json"],
             "empty.json: kind: must be 'sglang-dsv4x replay'",
@@ -208,7 +208,7 @@ def test_a_warm_server_is_pointed_out(tmp_path: Path, command: Command):
 def test_wrong_arguments_and_traces_end_with_exit_code_2(
     tmp_path: Path, argv: list[str], words: str, command: Command
 ):
-    (tmp_path / "short.json").write_text('{"id": ')
+    (tmp_path / "short.json").write_text('{"block_size": ')
     (tmp_path / "empty.json").write_text("{}")
     code, out, err = command(*(word.format(tmp=tmp_path) for word in argv))
     assert code == 2 and words in err and out == ""

@@ -9,12 +9,27 @@ counts from its own start.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator
 
-from sglang_dsv4x.replay.conversation import MAIN_AGENT, Agent, Conversation, Turn, turns
+from sglang_dsv4x.replay.blocks import Blocks, common_blocks
+from sglang_dsv4x.replay.conversation import (
+    MAIN_AGENT,
+    Agent,
+    Branches,
+    Conversation,
+    Kind,
+    Step,
+    Turn,
+    turns,
+)
 from sglang_dsv4x.replay.formats.fields import Fields, parse_object
+from sglang_dsv4x.replay.formats.options import DEEPEST_AGENT, LARGEST_BLOCK, LoadOptions
+from sglang_dsv4x.replay.formats.source import TraceFile
 
-LARGEST_BLOCK = 65536
+
+def read(file: TraceFile, options: LoadOptions) -> Iterator[Conversation]:
+    """The one conversation of a file."""
+    yield from load(file.document(), str(file.path))
 
 
 def load(text: str, source: str) -> list[Conversation]:
@@ -27,42 +42,108 @@ def load(text: str, source: str) -> list[Conversation]:
     scope = top.text("hash_id_scope", default="local")
     if scope not in ("local", "global"):
         raise top.error("hash_id_scope", f"is {scope!r}; must be 'local' or 'global'")
-    main = Agent(MAIN_AGENT, _steps(top, block_size))
+    main = Agent(MAIN_AGENT, _Agent(block_size, Blocks(), 0).steps(top))
     if next(turns(main), None) is None:
         raise top.error("requests", "holds no request")
     return [Conversation(name, block_size, name if scope == "local" else "", main)]
 
 
-def _steps(parent: Fields, block_size: int) -> tuple[Turn | Agent, ...]:
-    steps: list[Turn | Agent] = []
-    free_at = 0.0  # when everything before has ended, on the agent's own clock
-    after_subagent = False
-    for request in parent.objects("requests"):
-        start = request.seconds("t")
-        from_clock = max(0.0, start - free_at)
+class _Agent:
+    """Reads the requests of one agent; `before` is the prompt of the turn that started it."""
+
+    def __init__(self, block_size: int, before: Blocks, depth: int):
+        self._block_size = block_size
+        self._last = before
+        self._depth = depth
+        self._first = depth > 0
+
+    def steps(self, parent: Fields) -> tuple[Step, ...]:
+        steps: list[Step] = []
+        free_at = 0.0  # when everything before has ended, on the agent's own clock
+        after_subagent = False
+        requests = parent.objects("requests")
+        at = 0
+        while at < len(requests):
+            request = requests[at]
+            start = request.seconds("t")
+            from_clock = max(0.0, start - free_at)
+            if request.text("type") == "subagent":
+                group, until = _together(requests, at)
+                at += len(group)
+                beside = [_turns_before(requests[at:], _end(each)) for each in group]
+                for turns_beside in sorted(set(beside), reverse=True):
+                    agents = tuple(
+                        self._subagent(each, from_clock + each.seconds("t") - start)
+                        for each, own in zip(group, beside, strict=True)
+                        if own == turns_beside
+                    )
+                    alone = len(group) == 1 and turns_beside == 0
+                    steps.append(agents[0] if alone else Branches(agents, turns_beside))
+                if not any(beside):
+                    free_at = max(free_at, until)
+                    after_subagent = True
+                continue
+            # think_time counts from the agent's own last turn: after a sub-agent it would count the sub-agent's
+            # time twice.
+            pause = from_clock if after_subagent else request.seconds("think_time", default=from_clock)
+            steps.append(self._turn(request, pause, after_subagent))
+            free_at = max(free_at, start + request.seconds("api_time", default=0.0))
+            after_subagent = False
+            at += 1
+        return tuple(steps)
+
+    def _subagent(self, request: Fields, pause: float) -> Agent:
+        if self._depth == DEEPEST_AGENT:
+            raise request.error("requests", f"agents start agents more than {DEEPEST_AGENT} deep")
+        inner = _Agent(self._block_size, self._last, self._depth + 1)
+        return Agent(request.text("agent_id"), inner.steps(request), max(0.0, pause))
+
+    def _turn(self, request: Fields, pause: float, after_subagent: bool) -> Turn:
         kind = request.text("type")
-        if kind == "subagent":
-            steps.append(Agent(request.text("agent_id"), _steps(request, block_size), from_clock))
-            free_at = max(free_at, start + request.seconds("duration_ms", default=0.0) / 1000)
-            after_subagent = True
-            continue
         if kind not in ("n", "s"):
             raise request.error("type", f"is {kind!r}; must be 'n', 's' or 'subagent'")
-        # think_time counts from the agent's own last turn: after a sub-agent it would count the sub-agent's
-        # time twice.
-        pause = from_clock if after_subagent else request.seconds("think_time", default=from_clock)
-        steps.append(_turn(request, block_size, pause))
-        free_at = max(free_at, start + request.seconds("api_time", default=0.0))
-        after_subagent = False
-    return tuple(steps)
+        ids = request.counts("hash_ids")
+        tokens = request.count("in", least=1)
+        size = self._block_size
+        if not size * (len(ids) - 1) < tokens < size * (len(ids) + 1):
+            raise request.error(
+                "in", f"is {tokens} tokens, which {len(ids)} hash_ids of {size} tokens cannot stand for"
+            )
+        blocks = Blocks(ids, base=self._last)
+        waited_for: Kind = "human" if "text" in request.texts("input_types") else "tool"
+        if self._first and len(self._last) and _common(blocks, self._last) == len(self._last):
+            waited_for = "fork"
+        elif after_subagent and waited_for == "tool":
+            waited_for = "resume"
+        self._last, self._first = blocks, False
+        return Turn(tokens, request.count("out"), blocks, pause, waited_for)
 
 
-def _turn(request: Fields, block_size: int, pause: float) -> Turn:
-    blocks = request.counts("hash_ids")
-    tokens = request.count("in", least=1)
-    if not block_size * (len(blocks) - 1) < tokens < block_size * (len(blocks) + 1):
-        raise request.error(
-            "in", f"is {tokens} tokens, which {len(blocks)} hash_ids of {block_size} tokens cannot stand for"
-        )
-    kind: Literal["human", "tool"] = "human" if "text" in request.texts("input_types") else "tool"
-    return Turn(tokens, request.count("out"), blocks, pause, kind)
+def _together(requests: list[Fields], at: int) -> tuple[list[Fields], float]:
+    """The sub-agents from `at` on that started before the ones before them had ended, and when the last ended."""
+    group = [requests[at]]
+    until = _end(requests[at])
+    for request in requests[at + 1 :]:
+        if request.text("type") != "subagent" or request.seconds("t") >= until:
+            break
+        group.append(request)
+        until = max(until, _end(request))
+    return group, until
+
+
+def _turns_before(requests: list[Fields], end: float) -> int:
+    """How many of the agent's own next turns started before `end`."""
+    count = 0
+    for request in requests:
+        if request.seconds("t") >= end:
+            break
+        count += request.text("type") != "subagent"
+    return count
+
+
+def _end(subagent: Fields) -> float:
+    return subagent.seconds("t") + subagent.seconds("duration_ms", default=0.0) / 1000
+
+
+def _common(first: Blocks, second: Blocks) -> int:
+    return common_blocks(first.array(), second.array())
