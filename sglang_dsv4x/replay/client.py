@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 if TYPE_CHECKING:
     from sglang_dsv4x.replay.http import Http
 
-Api = Literal["sglang", "openai"]
+Api = Literal["sglang", "openai", "openai-chat"]
 
 
 class RequestError(Exception):

@@ -11,6 +11,7 @@ from sglang_dsv4x.replay.client import Api, RequestError
 from sglang_dsv4x.replay.http import Http
 from sglang_dsv4x.replay.tokens import Vocabulary, VocabularyError
 
+_WORDS = 26**3  # a chat's prompts are words: of at most three letters
 DEFAULT_PAGE_SIZE = 256  # DeepSeek-V4's in SGLang
 TIER_KEY = "dsv4x"  # this extension's entry in each internal state of /server_info
 
@@ -102,6 +103,9 @@ def find_vocabulary(servers: Sequence[ServerFacts], vocab_size: int | None) -> V
     sizes: list[int] = []
     special: set[int] = set()
     for facts in servers:
+        if facts.api == "openai-chat":
+            sizes.append(vocab_size or _WORDS)
+            continue
         folder = Path(facts.model_path) if facts.model_path else None
         config = _read_json(folder / "config.json") if folder else {}
         size = vocab_size or facts.vocab_size or _positive(config.get("vocab_size"))

@@ -1,10 +1,12 @@
-"""Any server with OpenAI's completions interface, through the `openai` library: streamed, prompts as token ids."""
+"""Any server with OpenAI's interface, through the `openai` library, streamed: prompts as token ids to the completions
+interface, or as words to the chat interface."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import json
+import string
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -29,15 +31,20 @@ _NO_KEY = "none"
 
 
 class OpenAiClient:
-    """Sends turns to POST /v1/completions. Use as an asynchronous context manager.
+    """Sends turns to POST /v1/completions, or with `chat` to /v1/chat/completions. Use as an asynchronous context
+    manager.
+
+    A chat has no token ids: a prompt is one message with a word for each id, so that prompts with the same first
+    ids have the same first text. The server counts its own tokens of it.
 
     With `strict` only fields of OpenAI's own interface are sent; otherwise also `ignore_eos` and
     `return_token_ids`, which SGLang and vLLM know.
     """
 
-    api: Api = "openai"
-
-    def __init__(self, base_url: str, connection: Connection, *, model: str, strict: bool = False):
+    def __init__(
+        self, base_url: str, connection: Connection, *, model: str, strict: bool = False, chat: bool = False
+    ):
+        self.api: Api = "openai-chat" if chat else "openai"
         self.http = Http(base_url, connection)
         self.base_url = self.http.root
         self._connection = connection
@@ -96,15 +103,28 @@ class OpenAiClient:
         if not self._strict:
             options["continuous_usage_stats"] = True
             extra = {"ignore_eos": sampling.ignore_eos, "return_token_ids": True}
-        stream = await self._client.completions.create(
-            model=self._model,
-            prompt=prompt,
-            max_tokens=output_tokens,
-            temperature=0.0,
-            stream=True,
-            logprobs=1 if sampling.logprobs else openai.omit,
-            extra_body={"stream_options": options, **extra},
-        )
+        extra["stream_options"] = options
+        stream: Any
+        if self.api == "openai-chat":
+            stream = await self._client.chat.completions.create(
+                model=self._model,
+                messages=[{"role": "user", "content": words_of(prompt)}],
+                max_tokens=output_tokens,
+                temperature=0.0,
+                stream=True,
+                logprobs=True if sampling.logprobs else openai.omit,
+                extra_body=extra,
+            )
+        else:
+            stream = await self._client.completions.create(
+                model=self._model,
+                prompt=prompt,
+                max_tokens=output_tokens,
+                temperature=0.0,
+                stream=True,
+                logprobs=1 if sampling.logprobs else openai.omit,
+                extra_body=extra,
+            )
         async with stream:
             async for chunk in stream:
                 reader.feed(chunk, time.perf_counter())
@@ -139,11 +159,10 @@ class _ChunkReader:
         if not choices:
             return
         choice = choices[0]
-        text = getattr(choice, "text", None) or ""
+        text = _text(choice)
         self._text.update(text.encode("utf-8", "surrogatepass"))
         ids = _integers(getattr(choice, "token_ids", None))
-        listed = getattr(getattr(choice, "logprobs", None), "token_logprobs", None) or ()
-        logprobs = [finite(value, len(self._logprobs) + i) for i, value in enumerate(listed)]
+        logprobs = [finite(value, len(self._logprobs) + i) for i, value in enumerate(_logprobs(choice))]
         self._ids += ids
         self._logprobs += logprobs
         self._reason = getattr(choice, "finish_reason", None) or self._reason
@@ -189,6 +208,36 @@ class _ChunkReader:
         if has_text:
             self._guessed = True
         return int(has_text)
+
+
+def words_of(ids: Sequence[int]) -> str:
+    """A word of letters for each id, the same for the same id."""
+    return " ".join(map(_word, ids))
+
+
+def _word(number: int) -> str:
+    letters = ""
+    while True:
+        number, letter = divmod(number, 26)
+        letters += string.ascii_lowercase[letter]
+        if not number:
+            return letters
+
+
+def _text(choice: Any) -> str:
+    """What a choice adds: completion text, or a chat's answer and, on servers that show it, its reasoning."""
+    delta = getattr(choice, "delta", None)
+    parts = [getattr(choice, "text", None)]
+    parts += [getattr(delta, name, None) for name in ("reasoning_content", "reasoning", "content")]
+    return "".join(part for part in parts if isinstance(part, str))
+
+
+def _logprobs(choice: Any) -> list[Any]:
+    found = getattr(choice, "logprobs", None)
+    listed = getattr(found, "token_logprobs", None)
+    if listed is None:
+        listed = [getattr(entry, "logprob", None) for entry in getattr(found, "content", None) or ()]
+    return list(listed)
 
 
 def _integer(value: Any) -> int | None:

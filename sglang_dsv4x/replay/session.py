@@ -192,7 +192,13 @@ def _client(endpoint: Endpoint, facts: ServerFacts, settings: Settings) -> TurnC
     model = settings.model or facts.model
     if model is None:
         raise PlanError(f"{endpoint.name} lists no model at /v1/models. Name it with --model.")
-    return OpenAiClient(endpoint.base_url, settings.connection, model=model, strict=settings.openai_strict)
+    return OpenAiClient(
+        endpoint.base_url,
+        settings.connection,
+        model=model,
+        strict=settings.openai_strict,
+        chat=facts.api == "openai-chat",
+    )
 
 
 def _page_size(facts: Sequence[ServerFacts], settings: Settings) -> int:

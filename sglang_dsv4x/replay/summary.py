@@ -88,11 +88,7 @@ def summarise(run: Run) -> Summary:
         new_tokens=known_prompt - cached if known else None,
         output_tokens=output,
         hit_rate=_ratio(cached, known_prompt),
-        theoretical_hit_rate=_ratio(sum(r.theoretical_cached for r, _, _ in known), known_prompt)
-        if known
-        else _ratio(
-            sum(r.theoretical_cached for r, _ in answered), sum(r.prompt_tokens for r, _ in answered)
-        ),
+        theoretical_hit_rate=_theoretical_hit_rate([r for r, _, _ in known] or [r for r, _ in answered]),
         ttft_s=percentiles([c.ttft_s for _, c in answered]),
         gap_s=percentiles(gaps),
         latency_s=percentiles([c.latency_s for _, c in answered]),
@@ -102,6 +98,11 @@ def summarise(run: Run) -> Summary:
         miss_share=miss_share(run.tier),
         prefill_host_share=prefill_host_share(run.tier),
     )
+
+
+def _theoretical_hit_rate(records: Sequence[TurnRecord]) -> float | None:
+    """In tokens as sent, which is what the theory counts, whatever the server counts."""
+    return _ratio(sum(r.theoretical_cached for r in records), sum(r.prompt_tokens for r in records))
 
 
 def prompt_tokens(record: TurnRecord, completion: Completion) -> int:
@@ -147,7 +148,11 @@ def prefill_host_share(tier: dict[str, int] | None) -> float | None:
 def warm_turns(records: Sequence[TurnRecord]) -> int:
     """Turns of which the server had cached more than this run can have put there: it was warm before."""
     return sum(
-        1 for r in records if r.completion and (r.completion.cached_tokens or 0) > r.theoretical_cached
+        1
+        for r in records
+        if r.completion
+        and prompt_tokens(r, r.completion) == r.prompt_tokens
+        and (r.completion.cached_tokens or 0) > r.theoretical_cached
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from sglang_dsv4x.replay.records import Run
 from sglang_dsv4x.replay.runner import Pace
 from sglang_dsv4x.replay.session import PlanError, Settings, State, replay
 from sglang_dsv4x.replay.sglang_client import SglangClient
-from sglang_dsv4x.replay.summary import miss_share, summarise
+from sglang_dsv4x.replay.summary import miss_share, prompt_tokens, summarise
 
 PROMPT = list(range(3, 303))
 
@@ -31,7 +32,7 @@ class Silent:
 def client_of(api: str, url: str, connection: Connection, *, strict: bool = False) -> TurnClient:
     if api == "sglang":
         return SglangClient(url, connection)
-    return OpenAiClient(url, connection, model="wire", strict=strict)
+    return OpenAiClient(url, connection, model="wire", strict=strict, chat=api == "openai-chat")
 
 
 def with_client(
@@ -75,7 +76,7 @@ def conversation(name: str, turns: int, pause_s: float = 0.0) -> Conversation:
     return Conversation(name, 64, name, Agent("main", steps))
 
 
-APIS = pytest.mark.parametrize("api", ["sglang", "openai"])
+APIS = pytest.mark.parametrize("api", ["sglang", "openai", "openai-chat"])
 
 
 @APIS
@@ -83,7 +84,10 @@ def test_a_stream_gives_tokens_cache_hits_and_times(api: str):
     server = WireServer(token_delay_s=0.02)
     done = completed(server, api=api)
     assert done.output_ids is not None and len(done.output_ids) == done.output_tokens == 6
-    assert done.cached_tokens == 0 and done.prompt_tokens == 300 and done.finish_reason == "length"
+    assert done.cached_tokens == 0 and done.finish_reason == "length"
+    assert done.prompt_tokens == len(server.prompts[0]) and (
+        api == "openai-chat" or done.prompt_tokens == 300
+    )
     assert len(done.gaps_s) == 5 and all(gap > 0.01 for gap in done.gaps_s)
     assert done.latency_s >= done.ttft_s + sum(done.gaps_s) > 0.1 and done.gaps_exact
     body = server.bodies[0]
@@ -91,7 +95,23 @@ def test_a_stream_gives_tokens_cache_hits_and_times(api: str):
         assert body["sampling_params"] == {"temperature": 0.0, "max_new_tokens": 6, "ignore_eos": True}
     else:
         assert (body["model"], body["temperature"], body["max_tokens"]) == ("wire", 0.0, 6)
-        assert body["ignore_eos"] is True and body["prompt"] == PROMPT
+        assert body["ignore_eos"] is True
+        assert body.get("prompt") == (PROMPT if api == "openai" else None)
+
+
+def test_a_chats_prompts_share_the_text_of_the_ids_that_they_share():
+    server = WireServer()
+    settings = Settings(api="openai-chat", vocab_size=900, connection=Connection(5.0))
+    run = replayed(server, [conversation("c", 12)], settings)
+    texts = [body["messages"][0]["content"] for body in server.bodies]
+    words = [text.split(" ") for text in texts]
+    assert [len(each) for each in words] == [r.prompt_tokens for r in run.records]
+    for before, after in pairwise(words):
+        assert after[: len(before) - 1] == before[:-1], "all but the tail, which is in no block"
+    total = summarise(run)
+    assert total.recounted == 12 and 0 < (total.hit_rate or 0) < 1
+    theory = sum(r.theoretical_cached for r in run.records) / sum(r.prompt_tokens for r in run.records)
+    assert total.theoretical_hit_rate == theory
 
 
 def test_both_interfaces_give_the_same_answer():
@@ -192,11 +212,12 @@ def test_failed_turns_are_counted_and_the_run_goes_on(api: str):
     total = summarise(run)
     assert total.turns == 5 and total.failures == {"http": 1, "connection": 1, "server": 1, "timeout": 1}
     answered = [run.records[i] for i in (0, 3, 4, 6, 8)]
-    assert total.prompt_tokens == sum(r.prompt_tokens for r in answered)
+    lengths = {r.number: prompt_tokens(r, r.completion) for r in answered if r.completion}
+    assert total.prompt_tokens == sum(lengths.values())
     assert total.ttft_s and total.ttft_s.samples == 5 and total.gap_s and total.gap_s.samples == 15
     assert total.without_usage == 1 and total.retries == {} and run.partial is None
     known = [r for r in answered if r.number != 5]
-    assert (total.cached_tokens or 0) + (total.new_tokens or 0) == sum(r.prompt_tokens for r in known)
+    assert (total.cached_tokens or 0) + (total.new_tokens or 0) == sum(lengths[r.number] for r in known)
 
 
 def test_retries_are_off_by_default_and_counted_when_asked_for():

@@ -81,6 +81,7 @@ class WireServer:
             app.router.add_post("/generate", self._generate)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/v1/completions", self._generate)
+        app.router.add_post("/v1/chat/completions", self._generate)
         return app
 
     @web.middleware
@@ -149,10 +150,13 @@ class WireServer:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.bodies.append(body)
-        openai = request.path == "/v1/completions"
+        openai = request.path.startswith("/v1/")
         if openai and self.strict and set(body) & {"ignore_eos", "return_token_ids"}:
             return web.json_response({"error": {"message": "unknown field"}}, status=400)
-        prompt = body["prompt"] if openai else body["input_ids"]
+        prompt = body["prompt"] if "prompt" in body else body.get("input_ids")
+        if prompt is None:
+            # A chat: every letter is a token.
+            prompt = list(body["messages"][0]["content"].encode())
         self.prompts.append(prompt)
         number = len(self.prompts)
         print(f"generate {number}", flush=True)
@@ -271,6 +275,15 @@ class WireServer:
         if body.get("logprobs") is not None:
             listed: list[float | None] = [*logprobs[start:end]]
             choice["logprobs"] = {"token_logprobs": [None] if fault == "nan" else listed, "tokens": []}
+        if "messages" in body:
+            text = choice.pop("text")
+            # As reasoning models do, the first half of an answer is its reasoning.
+            choice["delta"] = {"reasoning_content" if end <= len(ids) // 2 else "content": text}
+            if body.get("logprobs"):
+                values = choice["logprobs"].pop("token_logprobs")
+                choice["logprobs"] = {
+                    "content": [{"token": "", "logprob": x, "top_logprobs": []} for x in values]
+                }
         return {"id": "x", "object": "text_completion", "created": 0, "model": "wire", "choices": [choice]}
 
     def _last_chunk(self, count: int, prompt: int, cached: int, fault: str | None) -> dict[str, Any]:
