@@ -125,18 +125,31 @@ class Launch(NamedTuple):
 
 
 _FEW = 2048
+_FEW_QUERIES = 4
 _FEW_GROUPS = 1 << 18
-"""Selections and groups up to which every block looks everything up, in its own shared memory."""
+_FEW_BLOCKS = 64
+"""Up to which selections, queries and groups every block looks everything up, in its own shared memory
+(`resolve_few.cuh`); and with how many blocks. Few queries, since each reads what it misses by itself."""
+
+_ROWS_IN_FLIGHT = 8192
+"""Rows that one call has on their way at most, about: the link needs fewer, and more slow each other down."""
 
 
-def plan_launch(selections: int, groups: int, multiprocessors: int) -> Launch:
-    """One block per multiprocessor at most, since blocks wait for each other.
+_FEW_BYTES = 96 * 1024
+"""Rows on their way in a block of that kernel, at most."""
+
+
+def plan_launch(selections: int, queries: int, groups: int, row_bytes: int, multiprocessors: int) -> Launch:
+    """One block per multiprocessor at most, since blocks wait for each other. row_bytes: shared memory for the
+    rows that one selection may bring.
 
     Raises: ValueError for more selections than one launch covers (540,672 on a chip of 132 multiprocessors).
     """
-    if selections <= _FEW and groups <= _FEW_GROUPS:
+    few = selections <= _FEW and queries <= _FEW_QUERIES and groups <= _FEW_GROUPS
+    few &= -(-selections // _FEW_BLOCKS) * row_bytes <= _FEW_BYTES
+    if few and multiprocessors >= _FEW_BLOCKS:
         warps = min(32, max(8, -(-selections // 32)))
-        return Launch(0, 2 << max(5, (selections - 1).bit_length()), min(multiprocessors, 128), warps)
+        return Launch(0, 2 << max(5, (selections - 1).bit_length()), min(selections, _FEW_BLOCKS), warps)
     chip = min(multiprocessors, 256)
     if selections > chip * 32 * 32 * 4:
         raise ValueError(
@@ -289,19 +302,29 @@ def _launch_resolve(
             f"entries {list(entries.shape)}, positions {list(positions.shape)} and lens {list(lens.shape)} must be "
             f"[T, K], [T, K] and [T]"
         )
-    plan = plan_launch(entries.numel(), tables.groups, _multiprocessors(entries.device))
+    # The copy engine moves whole 16 bytes (`Rows` in resolve.cu).
+    buffer = 0 if pages is None else -(-(pages.value_bytes + pages.scale_bytes + 8) // 16) * 16
+    plan = plan_launch(
+        entries.numel(),
+        entries.shape[0],
+        tables.groups,
+        buffer * tables.unit,
+        _multiprocessors(entries.device),
+    )
     threads = 32 * plan.warps
     if plan.items == 0:
-        shared = 4 * (4 * plan.lanes + 5 * entries.numel() + -(-tables.groups // 32) + 1)
+        shared = 4 * (4 * plan.lanes + entries.numel() + tables.groups // 32 + 1)
         shared = -(-shared // 16) * 16
-        rows = tables.unit
+        rows = -(-entries.numel() // plan.blocks) * tables.unit
+        shared += rows * buffer
     else:
         shared = threads * plan.items * 4
-        rows = plan.lanes * plan.items * tables.unit
-    if pages is not None:
-        row_bytes = pages.value_bytes + pages.scale_bytes
-        rows = min(rows, (_SHARED_BYTES - shared) // (plan.warps * row_bytes))
-        shared += plan.warps * rows * row_bytes
+        rows = min(
+            plan.lanes * plan.items * tables.unit,
+            -(-_ROWS_IN_FLIGHT // (plan.blocks * plan.warps)),
+            (_SHARED_BYTES - shared) // (plan.warps * max(buffer, 1)),
+        )
+        shared += plan.warps * rows * buffer
     lists = (0, 0, 0)
     if found is not None:
         assert found.fetch_count is not None
@@ -368,6 +391,8 @@ def resolve_rows(
     host_rows: torch.Tensor,
 ) -> torch.Tensor:
     """`resolve.resolve_rows` in one kernel, which looks for groups while the rows are on their way."""
+    if host_rows.data_ptr() % 16 or host_rows.shape[0] * host_rows.stride(0) % 16:
+        raise ValueError("host rows must begin and end at multiples of 16 bytes, for the copy engine")
     slots = torch.empty_like(entries)
     if entries.numel():
         where = _pages(pages, layout, host_rows)
@@ -386,7 +411,7 @@ def fetch_rows(
     *,
     blocks: int | None = None,
 ) -> None:
-    """`resolve.fetch_rows`, from pinned memory by the device. blocks: of 8 warps, a row each; None: two per
+    """`resolve.fetch_rows`, from pinned memory by the device. blocks: of 8 warps, a row each; None: four per
     multiprocessor."""
     most = entries.shape[0]
     if most == 0:
@@ -398,7 +423,7 @@ def fetch_rows(
         0 if count is None else _expect("count", count, torch.int32),
         most,
     )
-    limit = 2 * _multiprocessors(pages.device) if blocks is None else blocks
+    limit = 4 * _multiprocessors(pages.device) if blocks is None else blocks
     error = _library("fetch_rows").tier_fetch_rows(
         ctypes.byref(arguments), min(limit, most), 256, _stream(pages.device)
     )

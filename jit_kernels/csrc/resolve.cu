@@ -36,32 +36,77 @@ struct Resolve {
   int in_flight;
 };
 
-// A warp's part in moving one row: from pinned memory into shared memory, without waiting; from there to a slot.
-__device__ __forceinline__ void read_row(const Pages& p, int entry, const uint8_t* buffer) {
-  const uint8_t* from = p.host_rows + (int64_t)entry * p.host_stride;
-  const uint32_t to = (uint32_t)__cvta_generic_to_shared(buffer);
-  const int words = (p.value_bytes + p.scale_bytes) / 8;
-  for (int i = threadIdx.x & 31; i < words; i += 32)
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(to + i * 8), "l"(from + i * 8) : "memory");
-}
+// Rows on their way from pinned memory into a warp's part of shared memory. The bulk copy engine brings them, not
+// loads: a multiprocessor's loads return in order, so that everything looked up behind a row would wait for the link.
+// It moves whole 16 bytes from a multiple of 16 on, so that a row may lie 8 bytes into its buffer, and bring up to 8
+// bytes of its neighbours with it.
+struct Rows {
+  const Pages& p;
+  uint8_t* buffer;
+  uint32_t barrier;
+  unsigned phase;
+  int row_bytes, stride;
 
-__device__ __forceinline__ void write_slot(const Pages& p, int slot, const uint8_t* buffer) {
-  const u64* row = reinterpret_cast<const u64*>(buffer);
-  uint8_t* page = p.pages + (int64_t)(slot / kEntriesPerPage) * p.page_bytes;
-  u64* values = reinterpret_cast<u64*>(page + (slot % kEntriesPerPage) * p.value_bytes);
-  u64* scales =
-      reinterpret_cast<u64*>(page + kEntriesPerPage * p.value_bytes + (slot % kEntriesPerPage) * p.scale_bytes);
-  const int value_words = p.value_bytes / 8, words = value_words + p.scale_bytes / 8;
-  for (int i = threadIdx.x & 31; i < words; i += 32) {
-    if (i < value_words) values[i] = row[i];
-    else scales[i - value_words] = row[i];
+  // `mine`: 8 bytes of shared memory of its own; `begins`: one thread of those that use it, in the warp that asks
+  // first.
+  __device__ __forceinline__ Rows(const Pages& pages, uint8_t* shared, u64* mine, bool begins)
+      : p(pages), buffer(shared), barrier((uint32_t)__cvta_generic_to_shared(mine)), phase(0) {
+    row_bytes = p.value_bytes + p.scale_bytes;
+    stride = buffer_stride(row_bytes);
+    if (begins) asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    __syncwarp();
   }
-}
 
-__device__ __forceinline__ void wait_rows() {
-  asm volatile("cp.async.wait_all;" ::: "memory");
-  __syncwarp();
-}
+  static __host__ __device__ __forceinline__ int buffer_stride(int row_bytes) { return (row_bytes + 8 + 15) / 16 * 16; }
+
+  // One lane: asks for host row `entry`, to be the k-th of this batch.
+  __device__ __forceinline__ void ask(int entry, int k) {
+    const uint64_t from = reinterpret_cast<uint64_t>(p.host_rows) + (int64_t)entry * p.host_stride;
+    const uint32_t size = (row_bytes + (uint32_t)(from & 15) + 15) / 16 * 16;
+    const uint32_t to = (uint32_t)__cvta_generic_to_shared(buffer) + k * stride;
+    asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(size) : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+        "l"(from & ~15ull), "r"(size), "r"(barrier)
+        : "memory");
+  }
+
+  // One thread, once all that belong to the batch have been asked for.
+  __device__ __forceinline__ void arrive() {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+  }
+
+  // Until the batch has arrived.
+  __device__ __forceinline__ void wait() {
+    asm volatile(
+        "{\n.reg .pred done;\nagain:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(barrier), "r"(phase)
+        : "memory");
+    phase ^= 1;
+  }
+
+  // All lanes: the k-th row of the batch, which was asked for as `entry`, goes to its slot.
+  __device__ __forceinline__ void put(int entry, int k, int slot) {
+    const uint64_t from = reinterpret_cast<uint64_t>(p.host_rows) + (int64_t)entry * p.host_stride;
+    const u64* row = reinterpret_cast<const u64*>(buffer + k * stride + (from & 15));
+    uint8_t* page = p.pages + (int64_t)(slot / kEntriesPerPage) * p.page_bytes;
+    u64* values = reinterpret_cast<u64*>(page + (slot % kEntriesPerPage) * p.value_bytes);
+    u64* scales =
+        reinterpret_cast<u64*>(page + kEntriesPerPage * p.value_bytes + (slot % kEntriesPerPage) * p.scale_bytes);
+    const int value_words = p.value_bytes / 8, words = row_bytes / 8;
+    for (int i = threadIdx.x & 31; i < words; i += 32) {
+      if (i < value_words) values[i] = row[i];
+      else scales[i - value_words] = row[i];
+    }
+  }
+
+  // All lanes, before the next batch is asked for: the buffers have been read.
+  __device__ __forceinline__ void again() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    __syncwarp();
+  }
+};
 
 constexpr int kMostBlocks = 256;
 
@@ -73,14 +118,18 @@ __global__ void __launch_bounds__(1024, 1) resolve_kernel(const __grid_constant_
   __shared__ int full[32], part[32], full_rows[32], part_rows[32];
   __shared__ int first_rank[33], first_place[33];
   __shared__ int parts[32];
+  __shared__ u64 barriers[32];
   const Tables& t = a.t;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
   const int chunk = warp * gridDim.x + blockIdx.x;
   const int lanes = a.chunk_lanes;
   const int unit_size = WIDE ? 1 << t.shift : 1;
   int* victims = reinterpret_cast<int*>(shared);
-  const int row_bytes = a.p.value_bytes + a.p.scale_bytes;
-  uint8_t* buffer = shared + blockDim.x * J * sizeof(int) + (size_t)warp * a.buffered_rows * row_bytes;
+  Rows rows_coming(
+      a.p,
+      shared + blockDim.x * J * sizeof(int) +
+          (size_t)warp * a.buffered_rows * Rows::buffer_stride(a.p.value_bytes + a.p.scale_bytes),
+      barriers + warp, lane == 0);
 
   // 1. Look up.
   const u64 call = load_relaxed(a.s.arrived) >> 16;
@@ -94,6 +143,7 @@ __global__ void __launch_bounds__(1024, 1) resolve_kernel(const __grid_constant_
     if (!mine) place[j] = -1;
   }
   const int step = *t.clock;
+  const int* queue = a.s.queue + (int64_t)(step & 1) * t.groups;
 #pragma unroll
   for (int j = 0; j < J; ++j) {
     const bool real = entry[j] >= kFirstRealEntry;
@@ -152,37 +202,34 @@ __global__ void __launch_bounds__(1024, 1) resolve_kernel(const __grid_constant_
   }
   if (!ROWS && threadIdx.x == 0 && blockIdx.x == 0) *a.fetch_count = 0;
 
-  // Rows of this warp that are on their way or wait for a place: reader lanes in order of their place and,
-  // in a unit, its members in `members`.
+  // Rows of this warp, counted in the order of their lanes and, in a unit, of its members: those from `from` on, as
+  // many as there are buffers.
   unsigned members[J];
-  auto issue = [&](int row_entry, int k) { read_row(a.p, row_entry, buffer + (size_t)k * row_bytes); };
-  auto issue_rows = [&](int from, int to) {
-    int k = 0;
+  auto ask_rows = [&](int from) {
+    int before = 0;
 #pragma unroll
     for (int j = 0; j < J; ++j) {
-      for (unsigned left = __ballot_sync(~0u, reader[j]); left && k < to; left &= left - 1) {
-        const int source = __ffs(left) - 1;
-        const int row_entry = __shfl_sync(~0u, entry[j], source);
-        if (!WIDE) {
-          if (k >= from) issue(row_entry, k - from);
-          ++k;
-        } else {
-          unsigned m = __shfl_sync(~0u, members[j], source);
-          for (; m && k < to; m &= m - 1, ++k)
-            if (k >= from) issue((row_entry & -unit_size) + __ffs(m) - 1, k - from);
-        }
-      }
+      const unsigned wanted = !reader[j] ? 0 : WIDE ? members[j] : 1;
+      const int upto = warp_scan(__popc(wanted));
+      int k = before + upto - __popc(wanted) - from;
+      for (unsigned m = wanted; m; m &= m - 1, ++k)
+        if (k >= 0 && k < a.buffered_rows)
+          rows_coming.ask(WIDE ? (entry[j] & -unit_size) + __ffs(m) - 1 : entry[j], k);
+      before += __shfl_sync(~0u, upto, 31);
     }
+    __syncwarp();
+    if (lane == 0) rows_coming.arrive();
   };
 
-  // 2. Everybody's hits are marked and claims made once all blocks have arrived. A fence waits for whatever its warp
-  // has on its way, so that no row is asked for ahead of it.
+  // 2. Everybody's hits are marked and claims made once all blocks have arrived. A fence waits for whatever its
+  // multiprocessor has on its way, so that no row is asked for until it is through.
   const bool waits = __syncthreads_or(missing != 0);
   if (threadIdx.x == 0) {
     __threadfence();
     atomicAdd(a.s.arrived, blockIdx.x == 0 ? 65536ull - (gridDim.x - 1) : 1ull);
   }
-  if (ROWS && !WIDE) issue_rows(0, a.buffered_rows);
+  if (ROWS && waits) __syncthreads();
+  if (ROWS && !WIDE && missing) ask_rows(0);
   if (warp == 0) {
     const unsigned mine = lane < warps ? found[lane] : 0;
     const unsigned all = __reduce_add_sync(~0u, mine & 0xff), hits = __reduce_add_sync(~0u, mine >> 8 & 0xff);
@@ -196,9 +243,9 @@ __global__ void __launch_bounds__(1024, 1) resolve_kernel(const __grid_constant_
     }
   }
   if (!waits) return;
-  const int* queue = a.s.queue + (int64_t)(step & 1) * t.groups;
+  // What others have written is read from L2 from here on: no fence, which would wait for the rows.
   if (threadIdx.x == 0)
-    while (load_acquire(a.s.arrived) >> 16 == call) {
+    while (load_relaxed(a.s.arrived) >> 16 == call) {
     }
   __syncthreads();
 
@@ -232,7 +279,7 @@ __global__ void __launch_bounds__(1024, 1) resolve_kernel(const __grid_constant_
     if (WIDE) reader[j] = owner[j];
   }
   if (lane == 0 && missing) store_relaxed(a.s.chunk_counts + chunk, call << 32 | (u64)ranks << 16 | (unsigned)rows);
-  if (ROWS && WIDE) issue_rows(0, a.buffered_rows);
+  if (ROWS && WIDE && missing) ask_rows(0);
 
   // Chunks lie across the blocks: warp w adds up chunks w * gridDim.x, ...; those before this block's apart.
   {
@@ -312,6 +359,7 @@ __global__ void __launch_bounds__(1024, 1) resolve_kernel(const __grid_constant_
   __syncthreads();
   if (seen < last) {
     if (threadIdx.x == 0) report(a.s, kTooFew, needed, seen, step);
+    if (ROWS && missing) rows_coming.wait();  // a block must not leave under its copies
     return;
   }
   int replaced = 0;
@@ -372,43 +420,33 @@ __global__ void __launch_bounds__(1024, 1) resolve_kernel(const __grid_constant_
     }
     a.slots[place[j]] = ((word[j] & kGroupMask) << t.shift) + (entry[j] & (unit_size - 1));
   }
-  if (!ROWS) return;
+  if constexpr (!ROWS) return;
+  if (!missing) return;
   __syncwarp();
 
-  // 4. Bytes to their slots.
-  auto drain_rows = [&](int from, int to) {
-    int k = 0;
-    auto drain = [&](int slot) {
-      // After a fault there may be no group.
-      if (slot < t.groups << t.shift) write_slot(a.p, slot, buffer + (size_t)(k - from) * row_bytes);
-    };
+  // 4. Bytes to their slots, a row at a time by the whole warp.
+  for (int from = 0, all = 1; from < all; from += a.buffered_rows) {
+    if (from) {
+      rows_coming.again();
+      ask_rows(from);
+    }
+    rows_coming.wait();
+    all = 0;
 #pragma unroll
-    for (int j = 0; j < J; ++j) {
-      for (unsigned left = __ballot_sync(~0u, reader[j]); left && k < to; left &= left - 1) {
+    for (int j = 0; j < J; ++j)
+      for (unsigned left = __ballot_sync(~0u, reader[j]); left; left &= left - 1) {
         const int source = __ffs(left) - 1;
+        const int row_entry = __shfl_sync(~0u, entry[j], source);
         const int group = __shfl_sync(~0u, word[j], source) & kGroupMask;
-        if (!WIDE) {
-          if (k >= from) drain(group);
-          ++k;
-        } else {
-          unsigned m = __shfl_sync(~0u, members[j], source);
-          for (; m && k < to; m &= m - 1, ++k)
-            if (k >= from) drain((group << t.shift) + __ffs(m) - 1);
+        unsigned m = WIDE ? __shfl_sync(~0u, members[j], source) : 1;
+        for (; m; m &= m - 1, ++all) {
+          // After a fault there may be no group.
+          if (all < from || all >= from + a.buffered_rows || group == t.groups) continue;
+          const int member = WIDE ? __ffs(m) - 1 : 0;
+          rows_coming.put(WIDE ? (row_entry & -unit_size) + member : row_entry, all - from,
+                          (group << t.shift) + member);
         }
       }
-    }
-  };
-  int read = rows;
-  if (!WIDE) {
-    read = 0;
-#pragma unroll
-    for (int j = 0; j < J; ++j) read += __popc(__ballot_sync(~0u, reader[j]));
-  }
-  for (int from = 0; from < read; from += a.buffered_rows) {
-    if (from) issue_rows(from, from + a.buffered_rows);
-    wait_rows();
-    drain_rows(from, from + a.buffered_rows);
-    __syncwarp();
   }
 }
 

@@ -62,12 +62,6 @@ __device__ __forceinline__ void report(const Scratch& s, int kind, int what, int
   }
 }
 
-__device__ __forceinline__ u64 load_acquire(const u64* p) {
-  u64 v;
-  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
-  return v;
-}
-
 __device__ __forceinline__ void store_relaxed(u64* p, u64 v) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }

@@ -55,6 +55,7 @@ CASES = [
     Case(90, 2048, 2, "small", steps=2, entries=8192),
     Case(2, 512, none=1.0),
     Case(17, 512, none=1.0),
+    Case(4, 512, 8, "float32", entries=1024, steps=3),
     Case(1, 2000, 2, "small", entries=2048, groups=1 << 19),
 ]
 
@@ -353,19 +354,20 @@ def test_more_writes_than_one_block_takes_are_placed_alike() -> None:
 
 
 @pytest.mark.parametrize("selections", [1, 31, 512, 2048, 2049, 8192, 32768, 131072, 131073, 540672])
+@pytest.mark.parametrize("queries", [1, 64])
 @pytest.mark.parametrize("groups", [1000, 1 << 20])
-@pytest.mark.parametrize("multiprocessors", [132, 108, 1024])
+@pytest.mark.parametrize("multiprocessors", [132, 20, 1024])
 def test_a_launch_covers_every_selection_with_blocks_that_fit_at_once(
-    selections: int, groups: int, multiprocessors: int
+    selections: int, queries: int, groups: int, multiprocessors: int
 ) -> None:
     if selections > multiprocessors * 4096:
         with pytest.raises(ValueError, match="--max-running-requests"):
-            cuda.plan_launch(selections, groups, multiprocessors)
+            cuda.plan_launch(selections, queries, groups, 592, multiprocessors)
         return
-    plan = cuda.plan_launch(selections, groups, multiprocessors)
+    plan = cuda.plan_launch(selections, queries, groups, 592, multiprocessors)
     if plan.items == 0:
         assert 64 * plan.warps >= selections and plan.lanes >= 2 * selections
-        assert plan.lanes & (plan.lanes - 1) == 0
+        assert plan.lanes & (plan.lanes - 1) == 0 and plan.blocks * 32 >= selections
     else:
         assert plan.blocks * plan.warps * plan.lanes * plan.items >= selections
         assert plan.lanes <= 32
