@@ -16,6 +16,7 @@ from ..hicache.shape import TierShape
 from . import refusals
 from .hooks import Seam
 from .pool import Dsv4xTokenToKVPool
+from .sizing import check_server, describe
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +73,9 @@ def _bytes(buffers: Iterable[torch.Tensor]) -> int:
     return sum(buffer.nbytes for buffer in buffers)
 
 
-def banner(pool: Dsv4xTokenToKVPool, tokens: int, seams: int) -> str:
-    """The text. `tokens` is max_total_num_tokens after every clamp; `seams` were checked."""
+def banner(pool: Dsv4xTokenToKVPool, tokens: int, seams: int, sizing: str) -> str:
+    """The text. `tokens` is max_total_num_tokens after every limit, `sizing` says which one bound; `seams` were
+    checked."""
     config = pool.config
     lines = [
         f"sglang-dsv4x {__version__} on SGLang {sglang.__version__}, torch {torch.__version__}: "
@@ -86,6 +88,7 @@ def banner(pool: Dsv4xTokenToKVPool, tokens: int, seams: int) -> str:
         for line in pool_lines(pool)
     ]
     lines.append(f"  {_tier_line(config, pool.tier.shape if pool.tier is not None else None, tokens)}")
+    lines.append(f"  {sizing}")
     lines.append(f"  refused for now: {refusals.describe()}")
     return "\n".join(lines)
 
@@ -102,12 +105,17 @@ def _tier_line(config: Dsv4xConfig, shape: TierShape | None, tokens: int) -> str
 
 
 def announce(result: Any, self: Any, *_: Any, **__: Any) -> None:
-    """After SGLang has built its pools: the banner goes to the log."""
+    """After SGLang has built its pools: their bytes are checked, and the banner goes to the log.
+
+    Raises: AllocationError when pools hold other bytes than they were charged.
+    """
     from .seams import engine_seams
 
     pool = result.token_to_kv_pool
     if isinstance(pool, Dsv4xTokenToKVPool):
-        logger.info("%s", banner(pool, result.max_total_num_tokens, len(engine_seams())))
+        check_server(result, self)
+        sizing = describe(result.memory_pool_config)
+        logger.info("%s", banner(pool, result.max_total_num_tokens, len(engine_seams()), sizing))
 
 
 SEAMS = [

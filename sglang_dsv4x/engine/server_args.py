@@ -99,6 +99,8 @@ def from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namesp
 def before_resolution(self: Any) -> None:
     """Before ServerArgs resolves itself: refusals that name what the user typed, then defaults without a GPU."""
     config = load_published()
+    # SGLang replaces its default by 0.1 for this model; afterwards nobody could tell that from a given 0.1.
+    self.dsv4x_swa_ratio_given = self.swa_full_tokens_ratio != type(self).swa_full_tokens_ratio
     try:
         refuse_given(self, config)
     except ERRORS as error:

@@ -32,6 +32,7 @@ def pool(tier: bool) -> Any:
         c4_kv_pool=SimpleNamespace(kv_buffer=pages(10, 2, c4), layout=c4),
         c128_kv_pool=SimpleNamespace(kv_buffer=pages(10, 1, c128), layout=c128),
         c4_indexer_kv_pool=SimpleNamespace(index_k_with_scale_buffer=pages(10, 2, index), layout=index),
+        resume_points=SimpleNamespace(capacity=3, point_bytes=1000, host_bytes=3000),
         compress_state_pools=[None, state],
         indexer_compress_state_pools=[None, state],
     )
@@ -54,12 +55,15 @@ def test_with_the_tier_on_c4_is_hot_slots_and_host_rows() -> None:
 
 
 def test_the_text_says_what_serves_what_is_clamped_and_what_is_refused() -> None:
-    text = banner(pool(tier=True), tokens=2304, seams=45)
+    text = banner(pool(tier=True), tokens=2304, seams=45, sizing="tokens limited by x")
     for words in (
         "45 seams as expected",
         "tier on: 2304 tokens; 128 hot entries per layer (smallest that fits every step: 52), fetched by 2",
         "--dsv4x-host-memory-gb: 2 GiB",
+        "tokens limited by x",
         "refused for now: --enable-hisparse",
     ):
         assert words in text
-    assert "tier off: all C4 KV of 2304 tokens is resident" in banner(pool(tier=False), tokens=2304, seams=45)
+    assert "tier off: all C4 KV of 2304 tokens is resident" in banner(
+        pool(tier=False), tokens=2304, seams=45, sizing="tokens limited by x"
+    )
