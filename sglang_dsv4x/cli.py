@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
@@ -60,7 +61,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         _parser([]).print_help()
         return 2
     command = COMMANDS[args.command]
-    return int(getattr(_module(command), command.function)(args))
+    try:
+        code = int(getattr(_module(command), command.function)(args))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # The reader (`| head`) has seen enough. Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -239,3 +240,10 @@ def test_without_matplotlib_the_error_names_the_extra(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert cli.main(["plan", "--plot", str(tmp_path / "plan.png")]) == 1
     assert "pip install 'sglang-dsv4x[plot]'" in capsys.readouterr().err
+
+
+def test_a_reader_that_stops_early_is_no_error() -> None:
+    """`sglang-dsv4x plan | head -1`."""
+    command = f"set -o pipefail; {sys.executable} -m sglang_dsv4x.cli plan --json | head -c 1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "{", "")
