@@ -30,6 +30,8 @@ class Variant(NamedTuple):
     """max_total_num_tokens with that many running requests."""
     limit: str
     """What keeps more requests from fitting."""
+    token_limit: str
+    """What keeps more tokens from fitting."""
     device_bytes_per_token: float
     host_bytes: int
 
@@ -138,9 +140,8 @@ def _variant(name: str, fitter: Fitter, question: Question) -> Variant:
     sizes = fitter.sizes(max(PAGE, most.tokens), running)
     found = objects(fitter.shape, fitter.settings, sizes)
     price = sum(cost.per_token for cost in _costs(fitter, sizes) if cost.where == "device")
-    return Variant(
-        name, fit.requests, most.tokens, fit.limit, price, total(found, "host") if most.tokens else 0
-    )
+    host = total(found, "host") if most.tokens else 0
+    return Variant(name, fit.requests, most.tokens, fit.limit, most.limit, price, host)
 
 
 def _stock(question: Question, resident: Fitter) -> list[Variant]:
@@ -166,7 +167,7 @@ def _stock(question: Question, resident: Fitter) -> list[Variant]:
         found = at(question.running or max(1, requests), tuned)
         price = stock.bytes_per_token(shape, found.ratio, state_bytes=state)
         limit = RUNNING if requests == top else DEVICE
-        variants.append(Variant(name, requests, found.tokens, limit, price, 0))
+        variants.append(Variant(name, requests, found.tokens, limit, DEVICE, price, 0))
     return variants
 
 

@@ -39,6 +39,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "objects": [cost._asdict() for cost in plan.costs],
         "variants": [variant._asdict() for variant in plan.variants],
         "limit": plan.variants[0].limit,
+        "token_limit": plan.variants[0].token_limit,
         "replicas": machine.dp,
         "host_bytes_needed_node": plan.host_bytes_node,
         "host_bytes_to_fill_device_node": plan.host_bytes_full_node,
@@ -85,7 +86,9 @@ def _variants(plan: Plan) -> list[str]:
             f"{variant.tokens:,}",
             f"{variant.tokens / max(1, plan.variants[-2].tokens):.1f}x",
             f"{variant.device_bytes_per_token:,.1f}",
-            variant.limit,
+            variant.limit
+            if variant.limit == variant.token_limit
+            else f"{variant.limit}; tokens: {variant.token_limit}",
         )
         for variant in plan.variants
     ]

@@ -112,7 +112,9 @@ def test_short_contexts_gain_nothing_and_the_plan_says_from_where_on(
 
 def test_host_memory_that_limits_is_named_with_what_would_not(capsys: pytest.CaptureFixture[str]) -> None:
     answer = plan(capsys, "--context", "131072", "--host-memory-gb", "20")
-    assert answer["limit"] == HOST
+    assert (answer["limit"], answer["token_limit"]) == (HOST, HOST)
+    few = plan(capsys, "--context", "131072", "--host-memory-gb", "20", "--max-running-requests", "2")
+    assert (few["limit"], few["token_limit"]) == ("running requests (--max-running-requests)", HOST)
     assert any("Host memory is the limit" in text for text in answer["warnings"])
     assert any("buys nothing" in text and "host memory is too small" in text for text in answer["warnings"])
     enough = answer["host_bytes_to_fill_device_node"] / GIB + 0.1
