@@ -2,14 +2,14 @@
 
 A hit at a page boundary continues from the last 128 window rows of every layer and the overlap halves of the C4 and
 indexer compressors; they lie in device pages that are given to the next request soon after. A resume point keeps them.
-Its owner is the radix node that ends at the boundary; this module knows owners only as numbers, and pages only as
-pieces of bytes.
+Its owner is the radix node that ends at the boundary, or a request that is not there yet; this module knows owners only
+as keys, and pages only as pieces of bytes.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -90,7 +90,9 @@ class ResumePoints:
             self._rows = self._mapping.data.view(capacity, self.point_bytes)
         self._free = list(range(capacity))
         # One queue per kind, least recently used first.
-        self._points: dict[PointKind, OrderedDict[int, _Point]] = {kind: OrderedDict() for kind in PointKind}
+        self._points: dict[PointKind, OrderedDict[Hashable, _Point]] = {
+            kind: OrderedDict() for kind in PointKind
+        }
         self._written = self._restored = self._replaced = self._released = 0
 
     @property
@@ -100,10 +102,10 @@ class ResumePoints:
     def __len__(self) -> int:
         return sum(map(len, self._points.values()))
 
-    def __contains__(self, owner: int) -> bool:
+    def __contains__(self, owner: Hashable) -> bool:
         return self._find(owner) is not None
 
-    def save(self, owner: int, page: torch.Tensor, kind: PointKind) -> bool:
+    def save(self, owner: Hashable, page: torch.Tensor, kind: PointKind) -> bool:
         """Copies a device page, int64 [1], to the point of `owner`. Modifies the points; the copy is valid for every
         later `restore`.
 
@@ -128,7 +130,7 @@ class ResumePoints:
         self._written += 1
         return True
 
-    def restore(self, owner: int, page: torch.Tensor) -> None:
+    def restore(self, owner: Hashable, page: torch.Tensor) -> None:
         """Copies the point of `owner` into a device page, int64 [1]. Modifies that page, which is valid when the call
         returns, and makes the point the most recently used.
 
@@ -149,13 +151,24 @@ class ResumePoints:
         self._place(owner, point)
         self._restored += 1
 
-    def touch(self, owner: int) -> None:
+    def move(self, owner: Hashable, to: Hashable) -> None:
+        """Gives the point of `owner`, if it has one, to `to`; one that `to` has already is kept instead."""
+        point = self._find(owner)
+        if point is None:
+            return
+        if to in self:
+            self.release(owner)
+            return
+        del self._points[point.kind][owner]
+        self._points[point.kind][to] = point
+
+    def touch(self, owner: Hashable) -> None:
         """Makes the point of `owner`, if it has one, the most recently used. Changes nothing else."""
         point = self._find(owner)
         if point is not None:
             self._place(owner, point)
 
-    def release(self, owner: int) -> None:
+    def release(self, owner: Hashable) -> None:
         """Drops the point of `owner`, if it has one: its node is gone. Modifies the points."""
         point = self._find(owner)
         if point is not None:
@@ -197,14 +210,14 @@ class ResumePoints:
         if self._pieces[0].device.type == "cuda":
             torch.cuda.synchronize(self._pieces[0].device)
 
-    def _find(self, owner: int) -> _Point | None:
+    def _find(self, owner: Hashable) -> _Point | None:
         for queue in self._points.values():
             point = queue.get(owner)
             if point is not None:
                 return point
         return None
 
-    def _place(self, owner: int, point: _Point) -> None:
+    def _place(self, owner: Hashable, point: _Point) -> None:
         for queue in self._points.values():
             queue.pop(owner, None)
         self._points[point.kind][owner] = point

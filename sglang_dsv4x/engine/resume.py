@@ -10,6 +10,7 @@ child that holds its boundary. A node with a point is one page long, as SGLang's
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -183,6 +184,7 @@ class ResumableRadixCache(UnifiedRadixCache):
         super().cache_finished_req(req, kept, kv_len_to_handle=kv_len_to_handle, **kwargs)
         if kept:
             self._write_points(req, ended=True)
+        self._settle_points(req, kv_len_to_handle, kept)
         self.forks.pop(req.rid, None)
 
     def sanity_check(self) -> None:
@@ -221,6 +223,36 @@ class ResumableRadixCache(UnifiedRadixCache):
                 rest, rest_end = page_node.parent, boundary - self.page_size
             node_end = node_start
 
+    def _settle_points(self, req: Any, length: int, kept: bool) -> None:
+        """Points that were written while the request decoded (`leaving_window`) go to their nodes, or go."""
+        boundaries = [
+            b for b in range(self.interval, length + 1, self.interval) if (req.rid, b) in self.points
+        ]
+        if not boundaries:
+            return
+        node, end = self.tree_core.node_by_id(req.last_node), 0
+        if kept:
+            path = self._path(req.last_node)
+            end = sum(len(on_path.key) for on_path in path)
+        for boundary in reversed(boundaries):
+            if not kept or boundary > end:
+                self.points.release((req.rid, boundary))
+                continue
+            while end - len(node.key) >= boundary:
+                end -= len(node.key)
+                node = node.parent
+            page_node = self._page_node(node, end - len(node.key), end, boundary)
+            self.points.move((req.rid, boundary), page_node.id)
+            node, end = page_node, boundary
+
+    def _path(self, node_id: int) -> list[Any]:
+        """The nodes from `node_id` up to the root, which is left out."""
+        node, path = self.tree_core.node_by_id(node_id), []
+        while node is not self.tree_core.root_node:
+            path.append(node)
+            node = node.parent
+        return path
+
     def _page_node(self, node: Any, start: int, end: int, boundary: int) -> Any:
         """The node of the page that ends at `boundary`; splits `node`, which spans (start, end], where it is longer."""
         split = self.tree_core._split_node
@@ -238,17 +270,9 @@ class ResumableRadixCache(UnifiedRadixCache):
 
     def _live_tail(self, node_id: int) -> tuple[list[Any], int]:
         """Nodes with live SWA data from `node_id` upwards, and the position where `node_id` ends."""
-        component, root = self.components[SWA], self.tree_core.root_node
-        node = self.tree_core.node_by_id(node_id)
-        live: list[Any] = []
-        tail_is_live, end = True, 0
-        while node is not root:
-            tail_is_live = tail_is_live and component.is_live(node)
-            if tail_is_live:
-                live.append(node)
-            end += len(node.key)
-            node = node.parent
-        return live, end
+        component, path = self.components[SWA], self._path(node_id)
+        live = list(itertools.takewhile(component.is_live, path))
+        return live, sum(len(node.key) for node in path)
 
 
 def retracting(original: Callable[..., None], *, req: Any, tree_cache: Any, **rest: Any) -> None:
@@ -262,6 +286,40 @@ def retracting(original: Callable[..., None], *, req: Any, tree_cache: Any, **re
         original(req=req, tree_cache=tree_cache, **rest)
     finally:
         tree_cache.kept_on_release.discard(req.rid)
+
+
+def leaving_window(
+    original: Callable[..., None],
+    req: Any,
+    pre_len: int,
+    *,
+    req_to_token_pool: Any,
+    token_to_kv_pool_allocator: Any,
+    **rest: Any,
+) -> None:
+    """SGLang's step that gives a decoding request's window pages back. One that ends at a multiple of the interval is
+    saved first, for the request; it goes to a node when the output goes to the tree."""
+    pool = token_to_kv_pool_allocator.get_kvcache()
+    points: ResumePoints | None = getattr(pool, "resume_points", None)
+    interval = pool.config.resume_interval if points is not None else 0
+    known = max(req.kv.swa_evicted_seqlen, req.cache_protected_len) if req.kv is not None else pre_len
+    page_size = token_to_kv_pool_allocator.page_size
+    pages: dict[int, torch.Tensor] = {}
+    if points is not None and points.capacity > 0:
+        for boundary in range(known // interval * interval + interval, pre_len - page_size + 1, interval):
+            last = req_to_token_pool.req_to_token[req.req_pool_idx, boundary - 1 : boundary]
+            pages[boundary] = token_to_kv_pool_allocator.translate_loc_from_full_to_swa(last) // page_size
+    original(
+        req,
+        pre_len,
+        req_to_token_pool=req_to_token_pool,
+        token_to_kv_pool_allocator=token_to_kv_pool_allocator,
+        **rest,
+    )
+    for boundary, page in pages.items():
+        # Given back just now, and nobody's yet.
+        if boundary <= req.kv.swa_evicted_seqlen and points is not None:
+            points.save((req.rid, boundary), page.to(torch.int64), PointKind.INTERVAL)
 
 
 _SWA_COMPONENT = "sglang.srt.mem_cache.unified_cache.components.swa_component.SWAComponent"
@@ -288,6 +346,14 @@ SEAMS = [
         kind="around",
         reason="a retracted request's prefix stays in the tree, with a resume point",
         hook=retracting,
+    ),
+    Seam(
+        path="sglang.srt.managers.schedule_batch.free_swa_out_of_window_slots",
+        signature="(req, pre_len, *, sliding_window_size, page_size, req_to_token_pool, token_to_kv_pool_allocator, "
+        "is_chunk_cache=...)",
+        kind="around",
+        reason="resume points inside an output are written as their pages leave the window",
+        hook=leaving_window,
     ),
     _relied_on(f"{_CACHE}.match_prefix", "(self, params)", "overridden: notes forks"),
     _relied_on(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import random
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -85,6 +86,16 @@ def points(url: str) -> dict[str, Any]:
     ]
 
 
+def flush(url: str) -> None:
+    """SGLang refuses a flush while the scheduler has not yet let go of the last request: asked again then."""
+    for _ in range(100):
+        reply = requests.post(f"{url}/flush_cache", timeout=60)
+        if reply.status_code == 200:
+            return
+        time.sleep(0.05)
+    reply.raise_for_status()
+
+
 def visits(url: str, order: str, conversations: dict[str, list[int]]) -> list[Answer]:
     return [generate(url, conversations[name]) for name in order]
 
@@ -117,7 +128,7 @@ def test_a_conversation_parked_while_eight_others_turn_the_window_pool_over_cont
     opening, tool_output = prompt(3, 1100), prompt(4, 300)
 
     def converse(others: int) -> tuple[Answer, Answer]:
-        requests.post(f"{server}/flush_cache", timeout=60).raise_for_status()
+        flush(server)
         first = generate(server, opening, 24)
         for other in range(others):
             generate(server, prompt(100 + other, 600))
@@ -160,7 +171,7 @@ def test_a_paused_generation_continues(server: str, mode: str) -> None:
     """Stock forgets a retracted request's KV; here it resumes from the point at its last whole page."""
     ids = prompt(6, 700)
     alone = generate(server, ids, 60)
-    requests.post(f"{server}/flush_cache", timeout=60).raise_for_status()
+    flush(server)
     before, started = points(server), threading.Event()
     with ThreadPoolExecutor(1) as pool:
         paused = pool.submit(stream, server, ids, 60, started)
@@ -178,6 +189,6 @@ def test_a_paused_generation_continues(server: str, mode: str) -> None:
 def test_a_flush_drops_every_point(server: str) -> None:
     generate(server, prompt(7, 600))
     assert points(server)["points"] > 0
-    requests.post(f"{server}/flush_cache", timeout=60).raise_for_status()
+    flush(server)
     assert points(server)["points"] == 0
     assert generate(server, prompt(7, 600)).cached == 0
