@@ -25,7 +25,7 @@ from sglang_dsv4x.verify.probe import make_probe
 
 SCHEMA = 1
 DESCRIPTION = """\
-Ask a running SGLang server about forty short questions and say whether its prefix cache works.
+Ask a running SGLang server about thirty short questions and say whether its prefix cache works.
 
   spread    how far answers to one prompt differ by themselves: measured first, and the limit below
   outputs   a prompt that hits the cache is answered as it is without a hit, within that spread
