@@ -88,8 +88,9 @@ def test_a_stream_gives_tokens_cache_hits_and_times(api: str):
     assert done.prompt_tokens == len(server.prompts[0]) and (
         api == "openai-chat" or done.prompt_tokens == 300
     )
-    assert len(done.gaps_s) == 5 and all(gap > 0.01 for gap in done.gaps_s)
-    assert done.latency_s >= done.ttft_s + sum(done.gaps_s) > 0.1 and done.gaps_exact
+    # On a busy machine tokens are read late and together: only their end cannot come early.
+    assert len(done.gaps_s) == 5 and all(gap >= 0 for gap in done.gaps_s)
+    assert done.latency_s >= done.ttft_s + sum(done.gaps_s) >= 5 * 0.02 and done.gaps_exact
     body = server.bodies[0]
     if api == "sglang":
         assert body["sampling_params"] == {"temperature": 0.0, "max_new_tokens": 6, "ignore_eos": True}

@@ -243,7 +243,9 @@ def test_a_launched_server_that_dies_in_the_middle_makes_a_partial_report(tmp_pa
     assert "PARTIAL: the server ended with exit code 3" in text
     report = json.loads(out.read_text())
     [run] = report["runs"]
-    assert "exit code 3" in run["partial"] and len(run["turns"]) in (3, 4)
+    answered = [turn for turn in run["turns"] if turn["error"] is None]
+    # How many turns fail before the server's end is noticed depends on the machine.
+    assert "exit code 3" in run["partial"] and len(answered) in (2, 3) and len(run["turns"]) > len(answered)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
