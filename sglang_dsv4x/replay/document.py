@@ -46,7 +46,9 @@ class TurnRow(_Model):
     finish_reason: str | None = None
     server_prompt_tokens: int | None = Field(default=None, description="prompt tokens as the server counted")
     cached_tokens: int | None = Field(
-        default=None, description="prompt tokens served from the prefix cache; null: the server did not say"
+        default=None,
+        description="prompt tokens served from the prefix cache; null: the server did not say; 0 also where it left "
+        "the number out and gave it for other turns of the run",
     )
     new_tokens: int | None = Field(default=None, description="prompt tokens computed: prompt less cached")
     output_tokens: int | None = None

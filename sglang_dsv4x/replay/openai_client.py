@@ -102,7 +102,9 @@ class OpenAiClient:
         options: dict[str, Any] = {"include_usage": True}
         if not self._strict:
             options["continuous_usage_stats"] = True
-            extra = {"ignore_eos": sampling.ignore_eos, "return_token_ids": True}
+            extra = {"ignore_eos": sampling.ignore_eos}
+            if self.api == "openai":
+                extra["return_token_ids"] = True  # SGLang refuses it for a streamed chat
         extra["stream_options"] = options
         stream: Any
         if self.api == "openai-chat":

@@ -73,6 +73,18 @@ class Run:
     duration_reached: bool = False
     resumed_s: list[float] = field(default_factory=list)
 
+    def fill_in_unreported_hits(self) -> None:
+        """Sets the hits of turns to 0 whose usage lacks them, if the server reports those of other turns.
+
+        SGLang and vLLM leave the number out of OpenAI's usage where it is 0, and always where reporting is off.
+        """
+        if all(r.completion is None or r.completion.cached_tokens is None for r in self.records):
+            return
+        for i, record in enumerate(self.records):
+            done = record.completion
+            if done is not None and done.cached_tokens is None and done.prompt_tokens is not None:
+                self.records[i] = record._replace(completion=done._replace(cached_tokens=0))
+
     @property
     def not_sent(self) -> int:
         """Planned turns that were never sent."""

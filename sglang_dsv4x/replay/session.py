@@ -163,6 +163,9 @@ async def replay(
         except ServerGone as error:
             for run in runs:
                 run.partial = str(error)
+        finally:
+            for run in runs:
+                run.fill_in_unreported_hits()
 
 
 def check_fits(plan: Sequence[PlannedConversation], facts: ServerFacts, server: str = "server") -> None:

@@ -83,8 +83,8 @@ APIS = pytest.mark.parametrize("api", ["sglang", "openai", "openai-chat"])
 def test_a_stream_gives_tokens_cache_hits_and_times(api: str):
     server = WireServer(token_delay_s=0.02)
     done = completed(server, api=api)
-    assert done.output_ids is not None and len(done.output_ids) == done.output_tokens == 6
-    assert done.cached_tokens == 0 and done.finish_reason == "length"
+    assert done.output_tokens == 6 and (api == "openai-chat") == (done.output_ids is None)
+    assert not done.cached_tokens and done.finish_reason == "length"
     assert done.prompt_tokens == len(server.prompts[0]) and (
         api == "openai-chat" or done.prompt_tokens == 300
     )
@@ -184,6 +184,17 @@ def test_an_answer_without_usage_is_an_answer_of_unknown_hits(api: str):
     done = completed(WireServer(faults={1: "no-usage"}), api=api)
     assert done.cached_tokens is None and done.output_tokens == 6 and len(done.gaps_s) == 5
     assert completed(WireServer(cache_report=False), api="openai").cached_tokens is None
+
+
+@pytest.mark.parametrize("reported", [True, False])
+def test_a_usage_that_leaves_out_a_zero_is_a_zero_unless_hits_are_never_reported(reported: bool):
+    """Found on SGLang: a cold turn that counts as unknown drops out of the hit rate and flatters it."""
+    settings = Settings(api="openai", vocab_size=900, connection=Connection(5.0))
+    run = replayed(WireServer(cache_report=reported), [conversation("c", 9)], settings)
+    hits = [r.completion.cached_tokens for r in run.records if r.completion]
+    theory = [r.theoretical_cached for r in run.records]
+    assert hits == (theory if reported else [None] * 9) and 0 in theory and max(theory) > 0
+    assert summarise(run).without_usage == (0 if reported else 9)
 
 
 def test_an_answer_that_is_not_json_is_a_protocol_error():

@@ -153,6 +153,8 @@ class WireServer:
         openai = request.path.startswith("/v1/")
         if openai and self.strict and set(body) & {"ignore_eos", "return_token_ids"}:
             return web.json_response({"error": {"message": "unknown field"}}, status=400)
+        if "messages" in body and "return_token_ids" in body:
+            return web.json_response({"error": {"message": "not with a streamed chat"}}, status=400)
         prompt = body["prompt"] if "prompt" in body else body.get("input_ids")
         if prompt is None:
             # A chat: every letter is a token.
@@ -292,7 +294,7 @@ class WireServer:
             "prompt_tokens": prompt + (fault == "wrong-prompt-count"),
             "total_tokens": prompt + count,
         }
-        if self.cache_report:
+        if self.cache_report and cached:  # SGLang and vLLM leave out a 0
             usage["prompt_tokens_details"] = {"cached_tokens": cached}
         base = {"id": "x", "object": "text_completion", "created": 0, "model": "wire"}
         return {**base, "choices": [], "usage": usage}
