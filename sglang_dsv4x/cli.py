@@ -31,6 +31,9 @@ COMMANDS = {
     "replay": Command(
         "replay.cli", "run", "replay recorded agent conversations against a server, and report"
     ),
+    "synthesize": Command(
+        "replay.synthesize", "run", "write conversations of coding agents, made from a seed, as a trace"
+    ),
     "plan": Command(
         "capacity.command", "run", "what fits on a machine: bytes, requests and tokens, before there is one"
     ),

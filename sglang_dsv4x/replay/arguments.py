@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from sglang_dsv4x.launch import START_TIMEOUT_S
+from sglang_dsv4x.replay import dry_run
 from sglang_dsv4x.replay.connection_arguments import (
     add_connection_arguments,
     base_url,
@@ -39,6 +40,8 @@ examples:
   sixteen agents at once with a tenth of their pauses, for an hour at most, to be taken up again after a crash
     sglang-dsv4x replay *.json --base-url URL --concurrency 16 --think-time-scale 0.1 --duration 3600 \\
         --resume run.journal --json run.json
+  no server: hit rates with 2 and 8 million tokens of cache, 16 agents at once
+    sglang-dsv4x replay *.json --dry-run --capacity 2M 8M --concurrency 16
   vLLM or any other server with OpenAI's completions interface
     OPENAI_API_KEY=... sglang-dsv4x replay small --base-url https://host/v1 --vocab-size 129280
 """
@@ -60,6 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_shape(parser.add_argument_group("what is sent"))
     _add_pace(parser.add_argument_group("when it is sent"))
     _add_report(parser.add_argument_group("report"))
+    dry_run.add_arguments(parser.add_argument_group("dry run"))
 
 
 def _add_server(group: argparse._ArgumentGroup) -> None:
@@ -77,6 +81,11 @@ def _add_server(group: argparse._ArgumentGroup) -> None:
         metavar="NAME=URL",
         help="several running servers: every turn goes to each of them before the next one, and the report "
         "shows them side by side (see --interleave)",
+    )
+    where.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="no server: say what caches of given sizes and policies would serve (see the group below)",
     )
     where.add_argument(
         "--launch",

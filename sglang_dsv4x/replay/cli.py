@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from sglang_dsv4x.launch import LaunchError, Server
-from sglang_dsv4x.replay import compare, report, table
+from sglang_dsv4x.replay import compare, dry_run, report, table
 from sglang_dsv4x.replay.arguments import add_arguments
 from sglang_dsv4x.replay.client import Connection, RequestError, Sampling
 from sglang_dsv4x.replay.connection_arguments import ConnectionArgumentError, connection_of
@@ -37,17 +37,30 @@ class UsageError(Exception):
 def run(args: argparse.Namespace) -> int:
     """Runs the command and returns its exit code. The table goes to stdout, everything else to stderr."""
     try:
+        if args.dry_run:
+            dry_run.check(args)
         conversations = load_all(args)
         other = None if args.against is None else report.read_json(args.against)
         for flag in ("json", "html", "png", "resume"):
             check_writable(f"--{flag}", getattr(args, flag))
         if args.html is not None or args.png is not None:
             check_pictures()
+        if args.dry_run:
+            return dry_run.run(args, conversations)
         check_names(args.compare)
         argv = None if args.launch is None else server_arguments(args.launch)
         settings = settings_of(args, connection_of(args))
-    except (TraceError, report.ReportError, UsageError, ConnectionArgumentError, PicturesError) as error:
+    except (
+        TraceError,
+        report.ReportError,
+        UsageError,
+        ConnectionArgumentError,
+        PicturesError,
+        dry_run.DryRunError,
+    ) as error:
         return _complain(error, 2)
+    except KeyboardInterrupt as error:
+        return _complain("interrupted before the first turn", exit_code(error))
     state, progress = State(), Progress(enabled=not args.no_progress)
     try:
         with sigterm_interrupts(), _server(args, argv) as server:

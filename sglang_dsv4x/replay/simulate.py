@@ -176,7 +176,7 @@ class Simulation:
         beside those that run."""
         cache, page, planned = self._cache, self._page, request.planned
         length = planned.input_tokens
-        keys = self._keys(request)
+        keys, shared = self._keys(request)
         match = cache.match(keys[: (length - 1) // page * KEY_BYTES])
         running = _Running(keys, cache.lock(match.node), match.pages)
         whole = -(-(length + planned.output_tokens) // page) + 1
@@ -200,9 +200,8 @@ class Simulation:
                 self._insert(running, end // page, counted=end == length)
             done = end
         self._decode(running, planned)
-        theory = self._infinite.add(
-            request.conversation.token_scope, planned.turn.blocks, request.conversation.scaling.block, length
-        )
+        # Pages that no block determines are in no other prompt, so the tree need not hold them.
+        theory = self._infinite.add_keys("", keys[:shared], length)
         self._record(request, match.pages * page, (match.present - match.pages) * page, theory)
         prompt_pages = length // page
         if planned.output_tokens > 1:
@@ -237,7 +236,9 @@ class Simulation:
         length = planned.input_tokens + planned.output_tokens - 1
         pages = length // page
         grown = running.keys + self._unique_keys(max(0, pages - len(running.keys) // KEY_BYTES))
-        node, _ = cache.insert(grown[: pages * KEY_BYTES], held=running.held, swa_from=running.swa_from)
+        node = cache.insert(
+            running.lock.node, running.held, grown[: pages * KEY_BYTES], swa_from=running.swa_from
+        )
         cache.add_points(node, pages, planned.input_tokens // page, output=True)
         self._give_back(running)
         self._running -= 1
@@ -247,7 +248,9 @@ class Simulation:
 
     def _insert(self, running: _Running, pages: int, *, counted: bool) -> None:
         cache = self._cache
-        node, _ = cache.insert(running.keys[: pages * KEY_BYTES], held=running.held, counted=counted)
+        node = cache.insert(
+            running.lock.node, running.held, running.keys[: pages * KEY_BYTES], counted=counted
+        )
         self._take(running, running.held - pages, running.held - pages)
         cache.unlock(running.lock)
         running.lock, running.held = cache.lock(node), pages
@@ -262,16 +265,17 @@ class Simulation:
         self._take(running, -running.private, -running.swa_private)
         self._cache.unlock(running.lock)
 
-    def _keys(self, request: _Request) -> bytes:
-        """Keys of all whole pages of the prompt: what no block determines is like nothing else."""
+    def _keys(self, request: _Request) -> tuple[bytes, int]:
+        """Keys of all whole pages of the prompt, and the length of those that its blocks determine."""
         planned, page = request.planned, self._page
         block = request.conversation.scaling.block
         keys = page_keys(planned.turn.blocks, block, planned.input_tokens, page)
-        keys += self._unique_keys(planned.input_tokens // page - len(keys) // KEY_BYTES)
+        shared = len(keys)
+        keys += self._unique_keys(planned.input_tokens // page - shared // KEY_BYTES)
         # Equal hash ids of two scopes are other tokens; within one tree that shows in the first page.
         scope = hashlib.blake2b(request.conversation.token_scope.encode(), digest_size=KEY_BYTES).digest()
         first = int.from_bytes(keys[:KEY_BYTES], "little") ^ int.from_bytes(scope, "little")
-        return first.to_bytes(KEY_BYTES, "little") + keys[KEY_BYTES:] if keys else keys
+        return first.to_bytes(KEY_BYTES, "little") + keys[KEY_BYTES:] if keys else keys, shared
 
     def _unique_keys(self, count: int) -> bytes:
         return b"".join(

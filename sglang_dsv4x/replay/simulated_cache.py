@@ -46,7 +46,8 @@ class Node:
     """A radix node: `pages` of a prompt behind its parent's."""
 
     __slots__ = (
-        "accessed", "children", "created", "hits", "keys", "locks", "parent", "points", "swa", "swa_locks", "version",
+        "accessed", "children", "created", "hits", "keys", "locks", "pages", "parent", "points", "swa", "swa_locks",
+        "version",
     )  # fmt: skip
 
     def __init__(self, keys: bytes, parent: Node | None, now: float):
@@ -59,10 +60,7 @@ class Node:
         self.swa = False
         self.points: dict[int, Point] = {}
         self.version = 0
-
-    @property
-    def pages(self) -> int:
-        return len(self.keys) // KEY_BYTES
+        self.pages = len(keys) // KEY_BYTES
 
 
 class Point:
@@ -219,15 +217,18 @@ class SimulatedCache:
             current = current.parent
         self._offer(lock.node)
 
-    def insert(
-        self, keys: bytes, *, held: int, swa_from: int = 0, swa_live: bool = True, counted: bool = True
-    ) -> tuple[Node, int]:
-        """Puts the pages `keys` into the tree; returns their last node and how many were there before.
+    def insert(self, node: Node, held: int, keys: bytes, *, swa_from: int = 0, counted: bool = True) -> Node:
+        """Puts the pages `keys` into the tree and returns their last node.
 
-        `held` pages at the beginning are locked by the request already. From page `swa_from` on it has SWA rows
-        of its own. `counted`: the nodes' hit counts grow.
+        The request holds the first `held` of them, up to `node`. From page `swa_from` on it has SWA rows of its
+        own. `counted`: the nodes' hit counts grow.
         """
-        node, at = self.root, 0
+        counted = counted and self._counts_hits
+        above: Node | None = node
+        while counted and above is not None:
+            above.hits += 1
+            above = above.parent
+        at = held * KEY_BYTES
         while at < len(keys):
             child = node.children.get(keys[at : at + KEY_BYTES])
             if child is None:
@@ -235,20 +236,17 @@ class SimulatedCache:
             if not keys.startswith(child.keys, at):
                 child = self._split(child, common_pages(child.keys, keys[at:]) * KEY_BYTES)
             end = at + len(child.keys)
-            if self.swa is not None and not child.swa and held * KEY_BYTES < end:
-                child = self._recover_swa(child, at, end, swa_from * KEY_BYTES)
-            if counted and self._counts_hits:
-                child.hits += 1
+            if self.swa is not None and not child.swa:
+                self._recover_swa(child, at, end, swa_from * KEY_BYTES)
+            child.hits += counted
             node, at = child, end
-        before = at // KEY_BYTES
         if at < len(keys):
-            node = self._add(node, keys[at:], swa_from - before, swa_live)
-            if counted and self._counts_hits:
-                node.hits += 1
+            node = self._add(node, keys[at:], swa_from - at // KEY_BYTES)
+            node.hits += counted
         self._refresh_swa(node)
         self._touch(node)
         self._offer(node)
-        return node, before
+        return node
 
     def make_room(self, pages: int, swa_pages: int) -> bool:
         """Evicts until this many pages are free; False when what may be evicted does not suffice."""
@@ -313,6 +311,7 @@ class SimulatedCache:
         upper.hits, upper.created = child.hits, child.created
         upper.locks, upper.swa_locks = child.locks, child.swa_locks
         child.keys = child.keys[at:]
+        child.pages -= upper.pages
         child.parent = upper
         upper.children[child.keys[:KEY_BYTES]] = child
         parent.children[upper.keys[:KEY_BYTES]] = upper
@@ -330,13 +329,13 @@ class SimulatedCache:
         self._offer(child)
         return upper
 
-    def _add(self, parent: Node, keys: bytes, swa_from: int, swa_live: bool) -> Node:
+    def _add(self, parent: Node, keys: bytes, swa_from: int) -> Node:
         """A new leaf; its last window is a node of its own, so that a lock on it pins no more SWA rows than that."""
         node = Node(keys, parent, self._tick())
         parent.children[keys[:KEY_BYTES]] = node
         self._pages += node.pages
         self.counts.most_used = max(self.counts.most_used, self._pages + self.private)
-        if self.swa is not None and swa_live and swa_from < node.pages:
+        if self.swa is not None and swa_from < node.pages:
             if swa_from > 0:
                 self._split(node, swa_from * KEY_BYTES)
             if node.pages > self.swa.window_pages:
@@ -350,14 +349,13 @@ class SimulatedCache:
         self._swa_lru[node] = None
         self._swa_lru.move_to_end(node)
 
-    def _recover_swa(self, node: Node, at: int, end: int, swa_from: int) -> Node:
+    def _recover_swa(self, node: Node, at: int, end: int, swa_from: int) -> None:
         """Rows that were computed again become the node's, from byte `swa_from` of the keys on."""
         if swa_from >= end:
-            return node
+            return
         if swa_from > at:
             self._split(node, swa_from - at)
         self._give_swa(node)
-        return node
 
     def _refresh_swa(self, node: Node) -> None:
         if self.swa is None:

@@ -25,7 +25,10 @@ class InfinitePrefixCache:
         `blocks` are its hash ids, `block_tokens` the tokens of a block and `input_tokens` of the prompt,
         which may end inside the last block or after it; tokens after it are shared with nothing.
         """
-        keys = page_keys(blocks, block_tokens, input_tokens, self._page)
+        return self.add_keys(scope, page_keys(blocks, block_tokens, input_tokens, self._page), input_tokens)
+
+    def add_keys(self, scope: str, keys: bytes, input_tokens: int) -> int:
+        """As `add`, for a prompt whose `page_keys` are known."""
         node = self._roots.setdefault(scope, _Node(b""))
         at = 0
         while at < len(keys):

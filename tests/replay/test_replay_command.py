@@ -189,7 +189,7 @@ def test_a_warm_server_is_pointed_out(tmp_path: Path, command: Command):
         ),
         (["small", "--base-url", "http://x", "--json", "{tmp}/no/dir.json"], "--json"),
         (["small", "--launch", "--a 'open"], "--launch: No closing quotation"),
-        (["small"], "one of the arguments --base-url --compare --launch is required"),
+        (["small"], "one of the arguments --base-url --compare --dry-run --launch is required"),
         (["small", "--base-url", "localhost:30000"], "is not a URL such as http://127.0.0.1:30000"),
         (["small", "--compare", "http://x"], "is not NAME=URL"),
         (["small", "--compare", "a=http://x", "a=http://y"], "the names a, a must differ"),

@@ -73,7 +73,7 @@ def load_trace(
 
 def detect(file: TraceFile) -> str:
     """The format that the file's first object looks like, by its keys. Raises TraceError when it is none."""
-    keys = file.first_keys()
+    keys = file.first_keys(until=("conversations", "turns", "orchestrator", "requests"))
     if "conversations" in keys:
         return "agentic-trace"
     if "session_id" in keys and keys & {"turns", "orchestrator"}:

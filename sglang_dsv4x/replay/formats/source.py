@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -73,11 +73,12 @@ class TraceFile:
         with self._opened() as file:
             yield from _Elements(file, str(self.path), self._largest).of(field)
 
-    def first_keys(self) -> set[str]:
-        """The keys of the first JSON object, as far as they are in the first 64 KiB; none for another file."""
+    def first_keys(self, until: Collection[str]) -> set[str]:
+        """The keys of the first JSON object, as far as they are in the first 64 KiB, up to the first one that is in
+        `until`; none for another file."""
         with self._opened() as file:
             head = file.read(_HEAD)
-        return _keys(head.decode("utf-8", "replace").removeprefix("\ufeff").lstrip())
+        return _keys(head.decode("utf-8", "replace").removeprefix("\ufeff").lstrip(), until)
 
     def _opened(self) -> BinaryIO:
         try:
@@ -241,7 +242,7 @@ class _Elements:
         return TraceError(f"{self._path}: line {line}: {message}")
 
 
-def _keys(text: str) -> set[str]:
+def _keys(text: str, until: Collection[str]) -> set[str]:
     """Keys at the top of the object that `text` begins with; it may be cut anywhere."""
     found: set[str] = set()
     scan = json.decoder.scanstring  # type: ignore[attr-defined]
@@ -269,6 +270,8 @@ def _keys(text: str) -> set[str]:
             if expecting:
                 found.add(word)
                 expecting = False
+                if word in until:
+                    return found
         elif depth == 0:
             return found
     return found
