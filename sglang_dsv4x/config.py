@@ -229,6 +229,8 @@ def apply_process_environment(*, torch_kernels: bool, cuda: bool) -> None:
         os.environ.setdefault("SGLANG_DSV4_FP4_EXPERTS", "0")
         # More threads make the many small products of a tiny model slower, by up to 100x on two cores.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+        # A server that fails would wait a minute for CUDA to dump its state.
+        os.environ.setdefault("SGLANG_CUDA_COREDUMP_BEFORE_CRASH", "0")
 
 
 def sparse_prefill_switched_off() -> bool:
