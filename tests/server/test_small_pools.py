@@ -1,7 +1,8 @@
 """One real server at the smallest sizes it accepts: host store, SWA pool, hot slots.
 
 Bug class: a scheduler that waits for ever (stock's does with a small SWA pool, and for a prompt of nearly all tokens),
-a clamp that is not said or not kept, gauges that say something else than /server_info, prefixes shared across extra_key.
+a clamp that is not said or not kept, gauges that say something else than /server_info, prefixes shared across
+extra_key.
 """
 
 from __future__ import annotations
